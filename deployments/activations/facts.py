@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -113,6 +113,11 @@ class RunFacts:
     text: str | None = None
     batch_invariant: bool = False  # whether its bits are the same in any company, on the same machine and versions
 
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> RunFacts:
+        """The facts that `as_json` wrote, without fields of later versions."""
+        return cls(**{item.name: said[item.name] for item in fields(cls) if item.name in said})
+
     @cached_property
     def as_json(self) -> str:
         """All of it, as it is stored, made once for all writes; TypeError if it holds what JSON cannot."""
@@ -189,11 +194,6 @@ class Note(NamedTuple):
     session_id: str
     entries: Sequence[Entry]
     file: StoredFile
-
-
-def page(names: Iterable[str], limit: int, after: str | None) -> list[str]:
-    """Up to `limit` names in their order, beginning behind `after`."""
-    return sorted(name for name in names if after is None or name > after)[:limit]
 
 
 def names_a_session(name: str) -> bool:

@@ -17,13 +17,10 @@ LAYER_PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("self_attn", "attn", "attention", "self_attention", "linear_attn"),
     "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
     "input_layernorm": ("input_layernorm", "ln_1", "ln_attn", "self_attn_layer_norm"),
-    "post_attention_layernorm": ("post_attention_layernorm", "ln_2", "ln_mlp", "final_layer_norm"),
-}
-# Where a module has the right name but stands elsewhere: Gemma norms the attention's output under this name,
-# and OLMo 2 has norms behind its parts only.
-LAYER_PARTS_BY_MODEL: dict[str, dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), {"post_attention_layernorm": ("pre_feedforward_layernorm",)}),
-    **dict.fromkeys(("olmo2", "olmo3"), {"input_layernorm": (), "post_attention_layernorm": ()}),
+    # Gemma has both: its `post_attention_layernorm` norms the attention's output.
+    "post_attention_layernorm": (
+        *("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "ln_mlp", "final_layer_norm"),
+    ),
 }
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj")
@@ -43,11 +40,9 @@ def canonical_modules(model: Any, modules: dict[str, nn.Module], paths: dict[int
     stem = layers.rpartition(".")[0]
     found = {"embed": paths[id(model.get_input_embeddings())], "lm_head": paths[id(model.get_output_embeddings())]}
     found.update(("norm", f"{stem}.{norm}") for norm in FINAL_NORMS if f"{stem}.{norm}" in modules)
-    model_type = model.config.get_text_config().model_type
-    parts = LAYER_PARTS | LAYER_PARTS_BY_MODEL.get(model_type, {})
     for i in range(len(modules[layers])):  # type: ignore[arg-type]
         found[f"layers.{i}"] = f"{layers}.{i}"
-        for part, names in parts.items():
+        for part, names in LAYER_PARTS.items():
             here = [f"{layers}.{i}.{name}" for name in names if f"{layers}.{i}.{name}" in modules]
             if here:
                 found[f"layers.{i}.{part}"] = here[0]

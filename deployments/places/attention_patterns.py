@@ -27,18 +27,9 @@ def sdpa_with_patterns(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention by transformers' `sdpa`, with the patterns of the rows that `showing` names.
+    """Attention by transformers' `sdpa`, and patterns [rows, heads, tokens, keys] of the rows that `showing` names.
 
-    Args:
-        module: The attention module.
-        query: [batch, heads, tokens, head_dim].
-        key: [batch, key heads, keys, head_dim].
-        value: [batch, key heads, keys, value_dim].
-        attention_mask: [batch or 1, heads or 1, tokens, keys], True where a key is read, or what is added to logits.
-        options: As transformers gives them.
-
-    Returns:
-        The attention's output, and the patterns [rows, heads, tokens, keys] or None.
+    Arguments are as for `patterns_of` and transformers; `value` is [batch, key heads, keys, value_dim].
     """
     output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows = module.__dict__.get(ROWS)  # an attribute that is missing would cost a search of torch's
@@ -61,11 +52,7 @@ AttentionInterface.register("sdpa", sdpa_with_patterns)
 
 @contextmanager
 def showing(rows: Mapping[torch.nn.Module, Sequence[int]]) -> Iterator[None]:
-    """While open, attention modules give the patterns of these rows of the batch, where they can be recomputed.
-
-    Args:
-        rows: Attention module -> rows in ascending order.
-    """
+    """While open, attention modules give the patterns of these rows, ascending, where they can be recomputed."""
     for module, of_module in rows.items():
         setattr(module, ROWS, of_module)
     try:

@@ -9,31 +9,22 @@ import torch
 
 from deployments.places.architectures import Side
 
+# [batch, tokens, ...], [batch * tokens, ...], or [batch, heads, tokens, tokens seen].
 Layout = Literal["batched", "flat", "patterns"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """One side of one module, as a forward showed it.
+    """One side of one module, as a forward showed it."""
 
-    Attributes:
-        module: The module's path in the Hugging Face model.
-        side: Whether it is what the module reads, what it gives, or the attention patterns that it gives beside.
-        order: Its turn in a forward; places are read in this order.
-        stream: The layer to whose input the value is added, where the place is their sum: the residual stream between
-            attention and MLP, which no module reads or gives for others to change.
-        layout: `batched` for [batch, tokens, ...], `flat` for [batch * tokens, ...], `patterns` for
-            [batch, heads, tokens, tokens seen].
-        shape: One token's shape; of patterns (heads,), behind which an axis grows with the token's position.
-        dtype: The values' dtype.
-    """
-
-    module: str
+    module: str  # its path in the Hugging Face model
     side: Side
-    order: int
+    order: int  # its turn in a forward; places are read in this order
     layout: Layout
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # one token's; of patterns (heads,), behind which an axis grows with the token's position
     dtype: torch.dtype
+    # The layer to whose input the value is added, where the place is their sum: the residual stream between attention
+    # and MLP, which no module reads or gives for others to change.
     stream: str | None = None
 
     @property
@@ -44,17 +35,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Point:
-    """A name a user may capture by, and the place it means.
+    """A name a user may capture by, and the place it means."""
 
-    Attributes:
-        name: The name, with wildcards and negative indices resolved.
-        place: Where the value is read.
-        shape: One token's shape; the place's own, but for `attention.heads`, [heads, head_dim].
-    """
-
-    name: str
+    name: str  # wildcards and negative indices are resolved
     place: Place
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # one token's; the place's own, but for `attention.heads`, [heads, head_dim]
 
     @property
     def module(self) -> str:

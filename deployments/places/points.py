@@ -38,13 +38,7 @@ class Points:
     """Every capture point of one model, and the names they go by."""
 
     def __init__(self, model: Any, places: Iterable[Place], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:
-        """Name the places.
-
-        Args:
-            model: The model they are places of.
-            places: Where each stands.
-            seen: (module path, side) -> the value of one forward, by which the norms' names are checked.
-        """
+        """Name a model's places; `seen` of one forward, (module path, side) -> value, checks the norms' names."""
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
         self.layers = find_layers(model, modules)
@@ -68,9 +62,6 @@ class Points:
         """Run small forwards and note what each module reads and gives.
 
         Attention patterns that are recomputed are compared with those of eager attention.
-
-        Args:
-            model: A Hugging Face causal language model.
         """
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.arange(1, 11, device=model.device).view(2, 5) % vocabulary
@@ -129,8 +120,7 @@ class Points:
     def name(self, savepoints: Iterable[Savepoint]) -> None:
         """Take savepoints: points with names of their own, which are the default ones from now on.
 
-        Raises:
-            RequestError: A selector is not one point of this model, or a name cannot be one.
+        RequestError if a selector is not one point of this model, or a name cannot be one.
         """
         for i, savepoint in enumerate(savepoints):
             if savepoint.name in self._savepoints or savepoint.name in COLUMNS:
@@ -145,8 +135,7 @@ class Points:
     def resolve(self, capture: Capture) -> tuple[Point, ...]:
         """The points a request means, in the order in which a forward reaches them.
 
-        Raises:
-            RequestError: A name that is nothing, or a layer that is not there; names the field.
+        RequestError, which names the field, if there is no such name or layer.
         """
         found: dict[str, Point] = {}
         for field, pattern in self._patterns(capture):
@@ -173,8 +162,7 @@ class Points:
     def named(self, pattern: str, field: str) -> list[Point]:
         """The points that one name means, of which a `*` makes several, to change what is there.
 
-        Raises:
-            RequestError: It is nothing, or what nothing further on reads; names the field.
+        RequestError, which names the field, if it is nothing, or what nothing further on reads.
         """
         names = self._expand(pattern, field)
         if re.search(r"att\w*\.weights$", pattern):  # also where they cannot be captured

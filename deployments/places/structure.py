@@ -12,13 +12,7 @@ from deployments.points.names import dtype_name
 
 
 def structure(hf: Any, points: Points, context: int) -> dict[str, Any]:
-    """A model's architecture, sizes, capture points and modules, as JSON values.
-
-    Args:
-        hf: The Hugging Face module.
-        points: Its capture points.
-        context: The most tokens of a sequence.
-    """
+    """A Hugging Face model's architecture, sizes, capture points and modules, as JSON; `context` is in tokens."""
     listed = sorted([*points, *points.more()], key=lambda point: point.place.order)
     return {
         "architecture": type(hf).__name__,

@@ -21,11 +21,7 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def attention_weights(value: Any) -> torch.Tensor | list[torch.Tensor] | None:
-    """The attention patterns in a module's output; None where there are none.
-
-    Returns:
-        [batch, heads, queries, keys], or a list of [heads, queries, keys] where rows are packed.
-    """
+    """Attention patterns in an output, [batch, heads, queries, keys] or a list of packed [heads, ...]; else None."""
     weights = value[1] if isinstance(value, tuple) and len(value) > 1 else None
     is_batch = isinstance(weights, torch.Tensor) and weights.ndim == 4
     return weights if is_batch or isinstance(weights, list) else None
@@ -66,14 +62,9 @@ def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]
 
 
 def drop_wrong_patterns(seen: dict[tuple[str, Side], torch.Tensor], model: Any, ids: torch.Tensor) -> None:
-    """Take away attention patterns that are not those of eager attention.
+    """Take away, of what a forward of `ids` [batch, tokens] showed, patterns that are not those of eager attention.
 
     Architectures may do more in theirs than recomputed patterns show.
-
-    Args:
-        seen: What a forward of `ids` showed.
-        model: The model.
-        ids: [batch, tokens].
     """
     patterns = {key: value for key, value in seen.items() if key[1] == "weights"}
     if not patterns:

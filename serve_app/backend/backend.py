@@ -19,6 +19,7 @@ from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.options import Options
 from deployments.points.profiles import Profile
+from serve_app.backend.client_data import Tensors
 from serve_app.backend.code_jobs import CodeJobs
 from serve_app.backend.model_loader import Loader
 from serve_app.backend.model_registry import Models
@@ -41,6 +42,7 @@ class Backend:
         loader: Loads and unloads others.
         jobs: Clients' own code; None where the operator does not allow it.
         profiles: Profiles of capture and interventions.
+        tensors: Safetensors files that clients send.
         readouts: Readouts that clients install.
         reads_unowned: Whether every key may read what has no owner.
         metrics: Prometheus text of all nodes.
@@ -59,12 +61,12 @@ class Backend:
         self.loader = Loader(options, self.models)
         self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
         self.profiles = Profiles(store, options.max_owner_profiles)
+        self.tensors = Tensors(store, options.max_tensor_store_bytes, options.max_owner_tensor_bytes)
         self.readouts = Readouts(store, self.models, options.max_readout_store_bytes, options.max_owner_tensor_bytes)
         self.reads_unowned = options.unowned == "shared"
         self.metrics = NodeMetrics(_exporters)
         self._store = store
         self._reader = reader
-        self._max_tensor_bytes = options.max_tensor_store_bytes, options.max_owner_tensor_bytes
 
     async def sessions(self, account: Account, limit: int, after: str | None, filter: Filter) -> list[dict[str, Any]]:
         """Sessions that hold a stored run of the filter, in the order of their ids.
@@ -174,58 +176,6 @@ class Backend:
 
         return Download(found.tag, found.length, read)
 
-    async def put_tensors(self, account: Account, data: bytes) -> dict[str, Any]:
-        """Keep a safetensors file; it is on disk when this returns.
-
-        Raises:
-            RequestError: The file is not one that may be kept, or there is no room for it.
-            ApiError: 503.
-        """
-        most, most_of_one = self._max_tensor_bytes
-        kept: dict[str, Any] = await stored(
-            self._store.client_data.remote("tensors", "put", data, most, account, most_of_one)
-        )
-        return kept
-
-    async def tensor_files(self, account: Account, limit: int, after: str | None) -> list[dict[str, Any]]:
-        """Tensor files in the order of their ids.
-
-        Raises:
-            ApiError: 503.
-        """
-        return await stored(self._store.client_data.remote("tensors", "list", limit, after, account))  # type: ignore[no-any-return]
-
-    async def tensor_file(self, account: Account, tensor_id: str) -> Download:
-        """A tensor file as it was sent.
-
-        Raises:
-            ApiError: 404; 503.
-        """
-        known: dict[str, Any] | None = await stored(
-            self._store.client_data.remote("tensors", "get", tensor_id, account)
-        )
-        if known is None:
-            raise _no_tensors(tensor_id)
-
-        async def read(first: int, end: int) -> bytes:
-            found: bytes | None = await stored(
-                self._store.client_data.remote("tensors", "read", tensor_id, account, first, end)
-            )
-            if found is None:
-                raise _no_tensors(tensor_id)
-            return found
-
-        return Download(tensor_id, known["bytes"], read)
-
-    async def delete_tensors(self, account: Account, tensor_id: str) -> None:
-        """Delete a tensor file; it is gone when this returns.
-
-        Raises:
-            ApiError: 404; 503.
-        """
-        if not await stored(self._store.client_data.remote("tensors", "delete", tensor_id, account)):
-            raise _no_tensors(tensor_id)
-
     async def keep_profile(self, account: Account, profile: Profile) -> dict[str, Any]:
         """Keep a profile; where its model is served, only what fits the model.
 
@@ -255,7 +205,3 @@ async def _exporters() -> list[str]:
 
 def _no_session(session_id: str) -> ApiError:
     return ApiError(404, f"there is no session {session_id!r}", "session_id", "session_not_found")
-
-
-def _no_tensors(tensor_id: str) -> ApiError:
-    return ApiError(404, f"there is no tensor file {tensor_id!r}", "tensor_id", "tensor_not_found")

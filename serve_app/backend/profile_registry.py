@@ -14,7 +14,7 @@ from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.points.capture import Capture
 from deployments.points.profiles import NONE, Profile
-from serve_app.backend.waiting import stored
+from serve_app.backend.client_data import ClientData
 from serve_app.http.errors import UNAVAILABLE, ApiError
 
 logger = logging.getLogger("ray.serve")
@@ -22,8 +22,13 @@ FRESH_S = 1.0  # for how long an ingress takes the default profiles as known
 PATIENCE_S = 1.0  # the longest that a request waits for the store's answer whether they have changed
 
 
-class Profiles:
-    """Every profile; the defaults are known here, so that requests that name none need not ask for them."""
+class Profiles(ClientData):
+    """Every profile; the defaults are known here, so that requests that name none need not ask for them.
+
+    `get` and `delete` take the name of the owner behind the profile's, from an admin.
+    """
+
+    kind, missing = "profiles", ("name", "profile", "profile")
 
     def __init__(self, store: Any, most: int) -> None:
         """Know no default yet.
@@ -32,33 +37,12 @@ class Profiles:
             store: The activation store's handle.
             most: The most profiles of an owner who is no admin.
         """
-        self._store = store
+        super().__init__(store)
         self._most = most
         self._defaults: Mapping[str, Profile] = {}
         self._version: int | None = None
         self._asked = float("-inf")
         self._asking: asyncio.Future[None] | None = None
-
-    async def list(self, account: Account, limit: int, after: str | None) -> list[dict[str, Any]]:
-        """Profiles in the order of their names.
-
-        Raises:
-            ApiError: 503.
-        """
-        return await stored(self._store.client_data.remote("profiles", "list", limit, after, account))  # type: ignore[no-any-return]
-
-    async def get(self, account: Account, name: str, owner: str | None = None) -> dict[str, Any]:
-        """One profile, as it was sent; an admin may name its owner.
-
-        Raises:
-            ApiError: 404; 503.
-        """
-        found: dict[str, Any] | None = await stored(
-            self._store.client_data.remote("profiles", "get", name, account, owner)
-        )
-        if found is None:
-            raise _none_such(name)
-        return found
 
     async def put(self, account: Account, profile: Profile) -> dict[str, Any]:
         """Keep a profile, in the place of one of its name; it is on disk when this returns.
@@ -69,23 +53,14 @@ class Profiles:
         """
         plain = Profile.model_validate(profile.model_dump(by_alias=True, exclude_unset=True))
         try:
-            kept: dict[str, Any] = await stored(
-                self._store.client_data.remote("profiles", "put", plain, account, self._most)
-            )
+            return await self.ask("put", plain, account, self._most)  # type: ignore[no-any-return]
         finally:
             self._forget()
-        return kept
 
-    async def delete(self, account: Account, name: str, owner: str | None = None) -> None:
-        """Delete a profile; it is gone when this returns. An admin may name its owner.
-
-        Raises:
-            RequestError: Only an admin may delete a default.
-            ApiError: 404; 503.
-        """
+    async def delete(self, account: Account, name: str, *more: str | None) -> None:
+        """As for all client data; RequestError where only an admin may delete a default."""
         try:
-            if not await stored(self._store.client_data.remote("profiles", "delete", name, account, owner)):
-                raise _none_such(name)
+            await super().delete(account, name, *more)
         finally:
             self._forget()
 
@@ -126,7 +101,7 @@ class Profiles:
         """A profile, and whether it is a default."""
         if name == NONE:
             return None
-        found: dict[str, Any] | None = await stored(self._store.client_data.remote("profiles", "get", name, account))
+        found: dict[str, Any] | None = await self.ask("get", name, account)
         if found is None:
             raise RequestError(f"there is no profile {name!r}", "intervention_profile", "profile_not_found")
         profile = _profile(found)
@@ -177,7 +152,3 @@ class Profiles:
 
 def _profile(found: Mapping[str, Any]) -> Profile:
     return Profile.model_validate({name: value for name, value in found.items() if name in Profile.model_fields})
-
-
-def _none_such(name: str) -> ApiError:
-    return ApiError(404, f"there is no profile {name!r}", "name", "profile_not_found")

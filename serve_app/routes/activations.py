@@ -19,14 +19,8 @@ from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.routes.parameters import Id, PathId, listed
 
 FINITE: dict[str, Any] = {"allow_inf_nan": False}
-
-
 MOST_TAGS = 32  # of a filter: SQLite's expressions may be 1,000 deep
-
-
 MOST_NAMES = 1000  # of runs, or of points, of one request
-
-
 Names = Annotated[str, Query(max_length=1 << 16)]  # apart by commas
 
 
@@ -77,8 +71,6 @@ async def _choice(
 
 
 Filtered = Annotated[Filter, Depends(_filter)]
-
-
 Chosen = Annotated[Choice, Depends(_choice)]
 
 

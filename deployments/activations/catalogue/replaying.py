@@ -19,8 +19,8 @@ from typing import Any
 from deployments.activations.catalogue import old_buckets
 from deployments.activations.catalogue.database import LAYOUT
 from deployments.activations.catalogue.manifest import Bases, Line, Manifest, is_snapshot
-from deployments.activations.catalogue.rows import SUM_AGAIN, add_runs, facts_of, forget
-from deployments.activations.facts import Entry, name_of
+from deployments.activations.catalogue.rows import SUM_AGAIN, add_runs, forget
+from deployments.activations.facts import Entry, RunFacts, name_of
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import connected, transaction
 from deployments.options import home
@@ -86,7 +86,7 @@ def _add(database: sqlite3.Connection, line: Line, bases: Bases) -> None:
         VALUES (?, ?, ?, 1, ?, 0, ?, 1)"""
     values = (session_id, bases.bucket + name, line["bytes"], line["rows"], json.dumps(line["points"]))
     if (added := database.execute(new, values)).rowcount:
-        runs = [(facts_of(run["facts"]), {name: run[name] for name in _PLACE}) for run in line["runs"]]
+        runs = [(RunFacts.of(run["facts"]), {name: run[name] for name in _PLACE}) for run in line["runs"]]
         entries = [Entry(facts, "", points={}, **place) for facts, place in runs]
         add_runs(database, session_id, added.lastrowid or 0, entries)
 

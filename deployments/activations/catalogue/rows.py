@@ -7,7 +7,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ _SUM = """INSERT INTO sums VALUES (?, ?, ?, ?, ?, random()) ON CONFLICT (session
 SUM_AGAIN = """INSERT OR REPLACE INTO sums SELECT session, model, count(*), sum(tokens), sum(bytes), random()
     FROM runs GROUP BY session, model"""
 _SUM_ONE_AGAIN = SUM_AGAIN.replace("GROUP", "WHERE session = ? GROUP")
-_FACTS = {item.name for item in fields(RunFacts)}
 _KEPT = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
 
 # A file that changed less than this before it was looked at may change again without showing another time.
@@ -71,11 +70,6 @@ def _sums(session_id: str, entries: Sequence[Entry]) -> Iterator[tuple[str, str,
         yield session_id, str(model), len(own), tokens, size
 
 
-def facts_of(said: Mapping[str, Any]) -> RunFacts:
-    """A run's facts, without fields of later versions."""
-    return RunFacts(**{name: said[name] for name in _FACTS & said.keys()})
-
-
 def tag_line(name: str, value: str) -> str:
     """A tag on a line of its own: JSON writes no line break."""
     return f"{json.dumps(name)}:{json.dumps(value)}"
@@ -88,7 +82,7 @@ def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
     for facts, uri, first_row, rows, size, said, offset, archived in found:
         if uri not in points:
             points[uri] = {name: PointType(tuple(shape), dtype) for name, (shape, dtype) in json.loads(said).items()}
-        run = facts_of(json.loads(facts))
+        run = RunFacts.of(json.loads(facts))
         entries.append(Entry(run, uri, first_row, rows, size, points[uri], offset, bool(archived)))
     return entries
 

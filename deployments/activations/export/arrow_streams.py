@@ -91,11 +91,11 @@ class _Sink:
 
     def write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
-        at = self._places.get(data.address) if isinstance(data, pa.Buffer) else None
-        if self._batch is None or at is None:
+        batch, at = self._batch, self._places.get(data.address) if isinstance(data, pa.Buffer) else None
+        if batch is None or at is None:
             self._parts.append(Part.known(view))
         else:
-            self._parts.append(Part(len(view), partial(_piece, self._batch, at)))
+            self._parts.append(Part(len(view), lambda first, end: [batch.read(at + first, end - first)]))
 
     def taken(self) -> list[Part]:
         """What was written since the last call."""
@@ -107,10 +107,6 @@ class _Sink:
 
     def close(self) -> None:
         """There is nothing to close."""
-
-
-def _piece(batch: Batch, at: int, first: int, end: int) -> Iterator[Buffer]:
-    yield batch.read(at + first, end - first)
 
 
 def _outline(run: WholeRun, number: int) -> tuple[pa.RecordBatch, dict[str, str]]:

@@ -86,12 +86,9 @@ class Readings:
         restore: Callable[[Sequence[str]], bool] = lambda _: False,
         folder: Path | None = None,
     ) -> None:
-        self._catalogue = catalogue
-        self._places = places
-        self._restore = restore
-        self._folder = folder
-        self._lock = threading.Lock()
-        self._plans: dict[tuple[Choice, int], _Plan] = {}  # by choice and number of runs; the last used at the end
+        self._catalogue, self._places, self._restore, self._folder = catalogue, places, restore, folder
+        self._lock = threading.Lock()  # for changes of the next
+        self._plans: dict[tuple[Choice, int | None], _Plan] = {}  # by choice and number of runs; the last used last
 
     def find(self, choice: Choice, tag: str | None = None) -> DownloadInfo | None:
         """The tag and length of a download; None if there is no such session.
@@ -133,8 +130,7 @@ class Readings:
     def _plan(self, choice: Choice, most: int | None) -> _Plan | None:
         """The plan of a download of the `most` runs that were added first, by default of all."""
         version = self._catalogue.version(choice.session_id)
-        with self._lock:
-            plan = self._plans.get((choice, most)) if most is not None else None
+        plan = self._plans.get((choice, most))
         if plan is None or plan.version != version:
             try:
                 plan = self._planned(choice, most, version)
@@ -148,7 +144,7 @@ class Readings:
             return None
         plan.touched, plan.version = time.monotonic(), version
         with self._lock:
-            key = choice, _runs_of(plan.tag) or 0
+            key = choice, _runs_of(plan.tag)
             self._plans.pop(key, None)
             self._plans[key] = plan
         self.sweep()
@@ -161,8 +157,7 @@ class Readings:
         if away and self._restore(away):
             places = self._catalogue.places(choice.session_id, choice.runs, most)
         tag = _tag(choice, places)
-        with self._lock:
-            plan = self._plans.get((choice, len(places)))
+        plan = self._plans.get((choice, len(places)))
         if plan is not None and plan.tag == tag:
             return plan
         listed = {place[0] for place in places}

@@ -63,8 +63,8 @@ def export(
             import datasets  # noqa: F401
         except ImportError as error:
             raise ValueError("the format hf needs the package datasets: pip install datasets") from error
-    files, runs = chosen(source, session, [run] if isinstance(run, str) else run)
-    wanted = Wanted(session, None if runs is None else set(runs), None if points is None else set(points))
+    runs = [run] if isinstance(run, str) else run
+    files, wanted = chosen(source, session, runs, None if points is None else set(points))
     for _ in checked(files, wanted):
         pass
     folder, written = Path(to).expanduser(), list[Path]()

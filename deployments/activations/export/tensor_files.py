@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from deployments.activations.reader.loading import column_of, values_of
-from deployments.activations.segments.schema import dtype_of
+from deployments.activations.segments.schema import DTYPES
 from deployments.activations.segments.segments import WholeRun
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns
@@ -31,6 +30,11 @@ class Member(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     make: Callable[[], torch.Tensor]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The values for numpy, which has no bfloat16: float32."""
+        values = self.make()
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
 class Tensors(NamedTuple):
@@ -49,7 +53,7 @@ def points_of(run: WholeRun, prefix: str = "") -> list[Member]:
     members, widest = list[Member](), int(run.batches[-1]["position"][-1].as_py()) + 1
     for name, kind in run.types.items():
         shape = (run.rows, *(widest if size is None else size for size in kind.shape))
-        members.append(Member(prefix + name, dtype_of(kind.dtype), shape, partial(_dense, run, name)))
+        members.append(Member(prefix + name, DTYPES[kind.dtype], shape, partial(_dense, run, name)))
         if None in kind.shape:
             members.append(_ids(run, f"{prefix}{name}.lengths", "position", 1))
     return members
@@ -98,17 +102,9 @@ def write_safetensors(found: Tensors, file: IO[bytes]) -> None:
 
 def write_npz(found: Tensors, file: IO[bytes]) -> None:
     """Write what `numpy.load` reads. bfloat16 becomes float32, as numpy has none; the facts give points' own dtypes."""
-    with zipfile.ZipFile(file, "w") as archive:  # entries are dated 1980-01-01: the same runs give the same bytes
-
-        def add(name: str, array: np.ndarray) -> None:
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)
-
-        for member in found.members:
-            values = member.make()
-            add(member.name, (values.float() if values.dtype == torch.bfloat16 else values).numpy())
-        for name, text in found.facts.items():
-            add(name, np.array(text))
+    # numpy makes one array after the other, and dates all to 1980-01-01: the same runs give the same bytes.
+    arrays: dict[str, Any] = {member.name: member for member in found.members} | found.facts
+    np.savez(file, **arrays)
 
 
 def write_pt(found: Tensors, file: IO[bytes]) -> None:

@@ -158,9 +158,8 @@ def _seal(body: io.BufferedReader[Any], path: Path) -> None:
     stream = pa.ipc.open_stream(body)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, stream.schema) as writer:
         for item in stream.iter_batches_with_custom_metadata():
-            if not checksums.is_of_run(item.custom_metadata or {}):
-                raise PullError("the description of a run is not what the server wrote: run `verify` there")
-            sums = checksums.read(item.custom_metadata, stream.schema.names)
-            if bad := checksums.damaged(item.batch, sums):
-                raise PullError(f"values of {', '.join(bad)} are not those that the server wrote: run `verify` there")
+            bad = checksums.damaged(item.batch, checksums.read(item.custom_metadata, stream.schema.names))
+            bad += [] if checksums.is_of_run(item.custom_metadata or {}) else ["the description"]
+            if bad:
+                raise PullError(f"{', '.join(bad)} of a run is not what the server wrote: run `verify` there")
             writer.write_batch(item.batch, custom_metadata=item.custom_metadata)

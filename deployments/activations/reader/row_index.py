@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +14,11 @@ import numpy as np
 import torch
 
 from deployments.activations.facts import PointType, RunFacts
-from deployments.activations.files.places import File
 from deployments.activations.reader.selection import Wanted, checked
 from deployments.activations.reader.sources import chosen
 from deployments.activations.reader.stored_rows import positions_of
 from deployments.activations.segments.batches import Batch
-from deployments.activations.segments.schema import PHASES, dtype_of
+from deployments.activations.segments.schema import DTYPES, PHASES
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.token_choices import TokenChoice, check
 
@@ -62,6 +62,13 @@ class RowIndex:
         """Bytes of a row in all columns."""
         return sum(column.width for column in self.columns.values())
 
+    @property
+    def ends(self) -> np.ndarray:
+        """As `offsets`, the byte behind a block's values of a column."""
+        widths = np.array([column.width for column in self.columns.values()])
+        ends: np.ndarray = self.offsets + widths[:, None] * np.diff(self.starts)
+        return ends
+
 
 def index_rows(
     source: str | os.PathLike[str],
@@ -85,15 +92,17 @@ def index_rows(
     if isinstance(points, str) or not points:
         raise ValueError("points: name at least one, as a list")
     choice = check(tokens)
-    files, runs = chosen(source, session, runs)
+    files, wanted = chosen(source, session, runs)
     if elsewhere := next((file for file in files if file.local is None), None):
         raise ValueError(f"source: {elsewhere} is in a bucket, and rows are read out of a map: copy it to a disk first")
     named, recorded = list(dict.fromkeys(points)), set[str]()
-    found = _Found(named, runs is not None)
-    for run in checked(files, Wanted(session, None if runs is None else set(runs))):
-        recorded |= set(run.types)
-        found.add(run, choice)
-    if found.lacking and runs is not None and found.blocks:
+    found = _Found(named, wanted.runs is not None)
+    for _, of_file in groupby(checked(files, wanted), key=lambda run: run.file):
+        recorded |= set((first := next(of_file)).types)
+        if found.has_all(first):  # all runs of a file have the same points
+            for run in chain([first], of_file):
+                found.add(run, choice)
+    if found.lacking and wanted.runs is not None and found.blocks:
         raise ValueError(found.lacking)
     Wanted(points=named).check((), recorded)
     return found.index()
@@ -110,22 +119,15 @@ class _Found:
         self.blocks = list[_Block]()
         self._points, self._known = points, False  # as they were named, until a file has them all
         self._are_named = are_named  # whether each run has to have the points
-        self._file: File | None = None
-        self._takes = False  # whether that file's runs have all points: all have the same
         self._columns: dict[str, Column] = {}
         self._paths, self._runs = list[Path](), list[RunFacts]()
 
     def add(self, run: WholeRun, choice: TokenChoice) -> None:
-        """Add a run's rows of such tokens, if it has all of the points."""
-        if run.file is not self._file:
-            self._file, self._takes = run.file, self._has_all(run)
-            if self._takes and run.file.local:
-                self._paths.append(run.file.local)
-        if self._takes:
-            self._runs.append(replace(run.facts, interventions=[], text=None))
-            positions = positions_of(run, choice, "tokens")
-            for batch in run.batches:
-                self._add(batch, positions)
+        """Add the rows of such tokens of a run that has all of the points."""
+        self._runs.append(replace(run.facts, interventions=[], text=None))
+        positions = positions_of(run, choice, "tokens")
+        for batch in run.batches:
+            self._add(batch, positions)
 
     def index(self) -> RowIndex:
         """All of it."""
@@ -135,7 +137,8 @@ class _Found:
         starts = np.concatenate([[0], np.cumsum(rows)])
         return RowIndex(self._paths, self._runs, self._columns, file, run, generated, starts, offsets.T.copy())
 
-    def _has_all(self, run: WholeRun) -> bool:
+    def has_all(self, run: WholeRun) -> bool:
+        """Whether the runs of a file, of which this is the first, have all of the points; ValueError on a misfit."""
         lacking = [name for name in self._points if name not in run.types]
         if not self._known:
             chosen = {name: Wanted(points=[name]).of(run.batches[0].schema) for name in self._points}
@@ -157,6 +160,7 @@ class _Found:
                     "choose runs of one model and dtype, by session or runs"
                 )
         self._columns = columns
+        self._paths += [run.file.local] if run.file.local else []
         return True
 
     def _add(self, batch: Batch, positions: Sequence[int]) -> None:
@@ -182,7 +186,7 @@ def _column(name: str, kind: PointType) -> Column:
     shape = tuple(size for size in kind.shape if size is not None)
     if len(shape) < len(kind.shape):
         raise ValueError(f"points: {name} is an attention pattern, whose rows grow and do not fit a batch: use load")
-    return Column(shape, dtype_of(kind.dtype))
+    return Column(shape, DTYPES[kind.dtype])
 
 
 def blocks_between(starts: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int, int]]:

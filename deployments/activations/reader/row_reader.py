@@ -32,13 +32,11 @@ class RowBatch(NamedTuple):
 
 
 class _Lying(NamedTuple):
-    """A column in memory: rows of `width` bytes begin at multiples of `unit`; each block's row 0 at `first` of them."""
+    """A column in memory: its rows begin at multiples of `unit` bytes; each block's row 0 at `first` of them."""
 
     column: Column
-    width: int
     unit: int
     first: np.ndarray
-    step: int
     rows: torch.Tensor
 
 
@@ -52,14 +50,18 @@ class RowReader:
     def __init__(self, index: RowIndex) -> None:
         self._index = index
         self._buffers = _Buffers()
-        self._maps = [_map(path, _least(index, number)) for number, path in enumerate(index.paths)]
+        ends = index.ends
+        least = [int(ends[:, index.file == number].max(initial=0)) for number in range(len(index.paths))]
+        self._maps = [_map(*each) for each in zip(index.paths, least, strict=True)]
         places = np.array([each.data_ptr() for each in self._maps])
         low, high = int(places.min()), max(each.data_ptr() + len(each) for each in self._maps)
         # One array over all of the maps, and what lies between, which no row names: so that rows out of
         # several files are gathered at once, straight into their places.
         self._memory = np.frombuffer(memoryview((ctypes.c_uint8 * (high - low)).from_address(low)), dtype=np.uint8)
         memory, begins = torch.from_numpy(self._memory), index.offsets + (places - low)[index.file]
-        firsts = _first_of_joined(index)
+        # The first of each group of blocks whose rows lie one behind the other in every column: one copy takes them.
+        goes_on = (index.file[1:] == index.file[:-1]) & (index.offsets[:, 1:] == ends[:, :-1]).all(axis=0)
+        firsts = np.flatnonzero(np.append(True, ~goes_on))
         self._joined = firsts, np.append(index.starts[firsts], index.starts[-1])
         self._columns = {
             name: _lying(memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
@@ -71,7 +73,7 @@ class RowReader:
         within = numbers - self._index.starts[block]
         buffer, begins = self._room(len(numbers))
         for lying, begin in zip(self._columns.values(), begins, strict=True):
-            rows = lying.first[block] + within * lying.step
+            rows = lying.first[block] + within * (lying.column.width // lying.unit)
             words = _values(buffer, begin, lying.rows.dtype, (len(numbers), lying.rows.shape[1]))
             if words.shape[1] == 1:  # numpy is the faster one for rows of a word
                 words.numpy()[:, 0] = lying.rows.numpy()[rows, 0]
@@ -85,7 +87,7 @@ class RowReader:
         spans = [(int(firsts[block]), skipped, rows) for block, skipped, rows in blocks_between(starts, first, end)]
         buffer, begins = self._room(end - first)
         for lying, begin in zip(self._columns.values(), begins, strict=True):
-            to, width = begin, lying.width
+            to, width = begin, lying.column.width
             for block, skipped, rows in spans:
                 of, size = int(lying.first[block]) * lying.unit + skipped * width, rows * width
                 buffer[to : to + size] = self._memory[of : of + size]
@@ -99,7 +101,7 @@ class RowReader:
         begins, end = list[int](), 0
         for lying in self._columns.values():
             begins.append(end)
-            end += -(-rows * lying.width // _LINE) * _LINE
+            end += -(-rows * lying.column.width // _LINE) * _LINE
         return self._buffers.take(end), begins
 
     def _batch(self, buffer: np.ndarray, begins: list[int], block: np.ndarray) -> RowBatch:
@@ -134,21 +136,6 @@ class _Buffers(threading.local):
         return buffer
 
 
-def _first_of_joined(index: RowIndex) -> np.ndarray:
-    """The first of each group of blocks whose rows lie one behind the other in every column: one copy takes them."""
-    widths = np.array([column.width for column in index.columns.values()])[:, None]
-    ends = index.offsets[:, :-1] + widths * np.diff(index.starts)[:-1]
-    goes_on = (index.file[1:] == index.file[:-1]) & (index.offsets[:, 1:] == ends).all(axis=0)
-    return np.flatnonzero(np.append(True, ~goes_on))
-
-
-def _least(index: RowIndex, number: int) -> int:
-    """The bytes that a file must have."""
-    of = index.file == number
-    widths = np.array([column.width for column in index.columns.values()])
-    return int((index.offsets[:, of] + widths[:, None] * np.diff(index.starts)[of]).max(initial=0))
-
-
 def _map(path: Path, least: int) -> torch.Tensor:
     """A file's bytes, uint8; without a descriptor, of which a process may have fewer than a store has files."""
     size = path.stat().st_size
@@ -164,4 +151,4 @@ def _lying(memory: torch.Tensor, column: Column, begins: np.ndarray) -> _Lying:
     width, stride = column.width // word.itemsize, unit // word.itemsize
     # A row from every place where one can begin; they overlap, and each row that there is is one of them.
     rows = words.as_strided(((len(words) - width) // stride + 1, width), (stride, 1))
-    return _Lying(column, column.width, unit, begins // unit, column.width // unit, rows)
+    return _Lying(column, unit, begins // unit, rows)

@@ -21,6 +21,7 @@ from deployments.activations.facts import Entry, check_session_id
 from deployments.activations.files.disk import files_of, scan
 from deployments.activations.files.places import Directory, DiskFile, File, Place, Source, file_at, place_of, source_of
 from deployments.activations.reader.pulling import PullError, pull
+from deployments.activations.reader.selection import Wanted
 from deployments.activations.segments.segments import whole_runs
 from deployments.options import STORE_VARIABLE, default_store
 
@@ -108,22 +109,22 @@ def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
 
 
 def chosen(
-    source: AnySource, session: str | None, runs: Collection[str] | None
-) -> tuple[list[File], Collection[str] | None]:
-    """The files in which to look for runs, and the ids of the runs to take, None for all.
+    source: AnySource, session: str | None, runs: Collection[str] | None, points: Collection[str] | None = None
+) -> tuple[list[File], Wanted]:
+    """The files in which to look for runs, and which runs and points to take of them; None for all.
 
     Where a store's catalogue knows all of `runs`, only their files are listed. A run's id may be the source, too.
     """
     if isinstance(runs, str):
         raise ValueError("runs: name them as a list")
     if is_run_id(source):
-        return [locate(str(source)).file], {str(source)}
-    place = source_of(source)
-    if runs and session is None:
-        found = find_runs(place, runs)
-        if {run.run_id for run in found} == set(runs):
-            return sorted({run.file for run in found}, key=str), runs
-    return shards(place, session), runs
+        return [locate(str(source)).file], Wanted(session, {str(source)}, points)
+    place, wanted = source_of(source), Wanted(session, None if runs is None else set(runs), points)
+    if wanted.runs and session is None:
+        found = find_runs(place, wanted.runs)
+        if {run.run_id for run in found} == wanted.runs:
+            return sorted({run.file for run in found}, key=str), wanted
+    return shards(place, session), wanted
 
 
 @cache

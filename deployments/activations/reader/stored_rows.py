@@ -10,9 +10,9 @@ from safetensors.torch import save
 
 from deployments.activations.facts import Entry, PointType
 from deployments.activations.files.places import DamagedError, File
-from deployments.activations.reader.loading import column_of, whole_run
-from deployments.activations.segments.schema import dtype_of, shard_facts
-from deployments.activations.segments.segments import WholeRun
+from deployments.activations.reader.loading import column_of
+from deployments.activations.segments.schema import DTYPES, shard_facts
+from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
 
@@ -26,7 +26,8 @@ def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens:
     side. RequestError names the field of `from` if there is no such point or token, or more than `most` bytes;
     FileNotFoundError if the file is gone, DamagedError if it does not hold all of the run.
     """
-    run = whole_run(file, entry.facts.run_id, entry.offset)
+    runs = whole_runs(file, entry.offset)
+    run = next((run for run in runs if run.facts.run_id == entry.facts.run_id), None)
     if run is None:
         raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
     types, modules = run.types, shard_facts(run.batches[0].schema).modules
@@ -102,7 +103,7 @@ def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
     """[tokens, ...] of a point; of each batch no more is read than from the first of them to the last."""
     kind = run.types[name]
     shape = [size or 0 for size in kind.shape]
-    rows, start, width = torch.empty((len(index), *shape), dtype=dtype_of(kind.dtype)), 0, row_bytes(kind)
+    rows, start, width = torch.empty((len(index), *shape), dtype=DTYPES[kind.dtype]), 0, row_bytes(kind)
     for batch in run.batches:
         here = (index >= start) & (index < start + batch.num_rows)
         if here.any():
@@ -117,4 +118,4 @@ def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
 
 def row_bytes(kind: PointType) -> int:
     """Bytes of a row of a point that is no attention pattern."""
-    return math.prod(size or 0 for size in kind.shape) * dtype_of(kind.dtype).itemsize
+    return math.prod(size or 0 for size in kind.shape) * DTYPES[kind.dtype].itemsize

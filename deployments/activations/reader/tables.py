@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from deployments.activations.facts import PointType
 from deployments.activations.reader.selection import Wanted, checked
 from deployments.activations.reader.sources import chosen
-from deployments.activations.segments.schema import dtype_of
+from deployments.activations.segments.schema import DTYPES
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import COLUMNS
 
@@ -64,8 +64,7 @@ def table(
     if columns is not None and not columns:
         raise ValueError("columns: name at least one")
     points = None if columns is None else {name for name in columns if name not in COLUMNS}
-    files, runs = chosen(source, session, runs)
-    wanted = Wanted(session, None if runs is None else set(runs), points or None)
+    files, wanted = chosen(source, session, runs, points or None)
     batches, schema, of = list[pa.RecordBatch](), None, ""
     layout = Layout((torch.bfloat16, torch.float16)) if plain else Layout(tensors=True)
     for run in checked(files, wanted):
@@ -105,10 +104,7 @@ def runs_table(
 
     `created` is in UTC, `tags` a map; `sampling` and `interventions` are JSON. Arguments and errors are as for `table`.
     """
-    files, runs = chosen(source, session, runs)
-    wanted = Wanted(session, None if runs is None else set(runs))
-    rows = [_run(run) for run in checked(files, wanted)]
-    return pa.Table.from_pylist(rows, _RUNS)
+    return pa.Table.from_pylist([_run(run) for run in checked(*chosen(source, session, runs))], _RUNS)
 
 
 class Layout(NamedTuple):
@@ -135,7 +131,7 @@ def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Itera
 def _array(column: Any, kind: PointType | None, layout: Layout) -> pa.Array:
     if kind is None:
         return column.cast(pa.string()) if layout.nested and pa.types.is_dictionary(column.type) else column
-    dtype = dtype_of(kind.dtype)
+    dtype = DTYPES[kind.dtype]
     if layout.tensors:
         return column
     rows = column.storage if isinstance(column, pa.ExtensionArray) else column

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,7 @@ FORMAT = 3  # 2 had neither checksums nor `text_offset`
 PHASES = ("prompt", "generated")
 
 _METADATA_KEY = b"vitrine"
-_DTYPES = {
+DTYPES = {  # by what a file's metadata calls them
     dtype_name(dtype): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
 }
@@ -56,14 +56,10 @@ def to_batch(
 
     Of each row come its position in prompt + generated, its token and its `text_offset` (characters before it, special
     tokens included; null where not known), all `[rows]`; tokens from position `prompt_tokens` on count as generated.
-    `points` are CPU tensors `[rows, ...features]`, or patterns; bfloat16 is kept as its bits. ValueError if there are
-    no rows, lengths differ, or a name, shape, device or dtype is unfit.
+    `points` are CPU tensors `[rows, ...features]`, or patterns; bfloat16 is kept as its bits. ValueError if lengths
+    differ, or a name, shape, device or dtype is unfit.
     """
     rows = len(positions)
-    offsets = [None] * rows if text_offsets is None else text_offsets
-    if not rows or len(token_ids) != rows or len(offsets) != rows:
-        counts = f"{rows} positions, {len(token_ids)} token ids and {len(offsets)} text offsets"
-        raise ValueError(f"{counts}: need as many, and at least one")
     columns = {name: _column(name, value, positions) for name, value in points.items()}
     index = np.asarray(positions, dtype=np.int32)
     fixed = (
@@ -72,7 +68,7 @@ def to_batch(
         pa.array(index),
         pa.DictionaryArray.from_arrays((index >= prompt_tokens).astype(np.int8), PHASES),
         pa.array(np.asarray(token_ids, dtype=np.int32)),
-        pa.array(offsets, pa.int32()),
+        pa.nulls(rows, pa.int32()) if text_offsets is None else pa.array(text_offsets, pa.int32()),
     )
     dtypes = {name: dtype_name(value.dtype) for name, value in points.items()}
     heads = {name: value.heads for name, value in points.items() if isinstance(value, Patterns)}
@@ -106,7 +102,7 @@ def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeT
 
 def _flat(name: str, tensor: torch.Tensor) -> pa.Array:
     """A tensor's values, over the same memory."""
-    if tensor.device.type != "cpu" or dtype_name(tensor.dtype) not in _DTYPES:
+    if tensor.device.type != "cpu" or dtype_name(tensor.dtype) not in DTYPES:
         raise ValueError(f"{name}: {tensor.dtype} on {tensor.device} cannot be stored as it is")
     # Arrow has no bfloat16: its bits go as uint16.
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
@@ -115,44 +111,34 @@ def _flat(name: str, tensor: torch.Tensor) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a file's metadata calls by this name."""
-    return _DTYPES[name]
-
-
 def to_tensor(column: pa.FixedShapeTensorArray, dtype: str) -> torch.Tensor:
     """The inverse of a point's column: `[rows, ...features]` of the true dtype, over the same memory."""
     # DLPack carries no read-only flag, so torch does not warn of one as it does over numpy.
     flat = from_dlpack(column.storage.flatten())
-    return flat.view(_DTYPES[dtype]).reshape(len(column), *column.type.shape)
+    return flat.view(DTYPES[dtype]).reshape(len(column), *column.type.shape)
 
 
 def to_patterns(column: pa.LargeListArray, kind: PointType, first: int) -> Patterns:
     """The inverse of a column of patterns of consecutive tokens from position `first` on, over the same memory."""
-    values = from_dlpack(column.flatten()).view(_DTYPES[kind.dtype])
+    values = from_dlpack(column.flatten()).view(DTYPES[kind.dtype])
     return Patterns(values, kind.shape[0] or 0, range(first, first + len(column)))
 
 
 def shard_facts(schema: pa.Schema) -> ShardFacts:
     """What the runs of a file with this schema share; ValueError if `to_batch` did not make it."""
-    facts = json.loads(_text(schema))
+    facts = _said(schema)
     return ShardFacts(**{item.name: facts[item.name] for item in fields(ShardFacts) if item.name in facts})
 
 
 def owner(schema: pa.Schema) -> tuple[str, str]:
     """The session and the model whose rows a file with this schema holds."""
-    return _owner(_text(schema))
-
-
-@lru_cache(256)  # the same few schemas come with every batch
-def _owner(text: bytes) -> tuple[str, str]:
-    facts = json.loads(text)
+    facts = _said(schema)
     return facts["session_id"], facts["model"]
 
 
 def point_types(schema: pa.Schema) -> dict[str, PointType]:
     """Each point's feature shape and dtype; ValueError if `to_batch` did not make the schema."""
-    facts = json.loads(_text(schema))
+    facts = _said(schema)
     names = [name for name in schema.names if name not in COLUMNS]
     try:
         heads, dtypes = facts.get("heads", {}), facts["dtypes"]
@@ -162,11 +148,17 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
         raise ValueError("Not a Vitrine activation schema: its points are not described") from error
 
 
-def _text(schema: pa.Schema) -> bytes:
+def _said(schema: pa.Schema) -> Mapping[str, Any]:
     metadata: dict[bytes, bytes] = schema.metadata or {}
     if _METADATA_KEY not in metadata:
         raise ValueError("Not a Vitrine activation schema: its metadata has no 'vitrine'")
-    return metadata[_METADATA_KEY]
+    return _parsed(metadata[_METADATA_KEY])
+
+
+@lru_cache(64)  # the same few schemas come with every batch
+def _parsed(text: bytes) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(text)
+    return found
 
 
 def free_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -197,8 +189,6 @@ def batch_facts(metadata: Mapping[bytes, bytes] | None) -> BatchFacts:
         run_id, number = metadata[b"run_id"].decode(), int(metadata[b"batch"])
         if b"run" not in metadata:
             return BatchFacts(run_id, number, None, None)
-        known = {item.name for item in fields(RunFacts)}
-        run = {name: value for name, value in json.loads(metadata[b"run"]).items() if name in known}
-        return BatchFacts(run_id, number, RunFacts(**run), int(metadata[b"batches"]))
+        return BatchFacts(run_id, number, RunFacts.of(json.loads(metadata[b"run"])), int(metadata[b"batches"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("Not a Vitrine activation batch: its metadata names no run") from error

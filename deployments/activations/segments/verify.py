@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,7 +31,6 @@ _KEYS = {"run_id", "batch", "run", "batches", KEY, LAYOUT, RUN, BATCH}
 class Verified:
     """What a look at every byte of a file found."""
 
-    path: AnyFile
     # `whole` with its footer; `open` without it, every run whole; `cut short` within a run; `damaged` where values
     # changed, batches that the footer lists do not read, or nothing is ours; `unreadable` where the disk refuses.
     state: State = "whole"
@@ -52,7 +50,7 @@ class Verified:
 
 def verify(source: AnyFile) -> Verified:
     """Read every byte and every batch of a file, and compare checksums; one that is elsewhere is fetched for that."""
-    found = Verified(source)
+    found = Verified()
     try:
         with _on_disk(as_file(source)) as file:
             read_all(file.local)  # first, since a page that the disk cannot give would end who maps the file
@@ -106,49 +104,44 @@ def _schema_of(path: Path) -> bytes:
 
 
 class _Compared:
-    """What Arrow writes to: nothing is kept, but the place of the first byte that a file has otherwise."""
+    """What Arrow writes to: nothing is kept, but whether a file goes on with the same bytes."""
 
     closed = False
 
-    def __init__(self, data: memoryview) -> None:
-        self.length = 0
-        self.other: int | None = None
-        self._data = data
+    def __init__(self, file: IO[bytes]) -> None:
+        self.same = True
+        self._file = file
 
     def write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
-        there = self._data[self.length : self.length + len(view)]
-        if self.other is None and view != there:
-            pairs = zip(view, there, strict=False)
-            self.other = self.length + next((at for at, (one, other) in enumerate(pairs) if one != other), len(there))
-        self.length += len(view)
+        for piece in (view[at : at + _CHUNK] for at in range(0, len(view), _CHUNK)):
+            self.same = self._file.read(len(piece)) == piece and self.same
 
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def _written_otherwise(path: Path) -> int | None:
-    """The first byte of a sealed file that Arrow would write otherwise, None if it cannot be said.
+def _is_written_alike(path: Path) -> bool:
+    """Whether Arrow would write a sealed file with the same bytes, true if that cannot be said.
 
-    That is what no checksum covers: padding, how batches are framed, and the footer. Another version of Arrow than the
-    footer names, or none, may write another file of the same rows.
+    That covers what no checksum does: padding, how batches are framed, and the footer. Another version of Arrow than
+    the footer names, or none, may write another file of the same rows.
     """
     given = footer(path).metadata or {}
     said = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in given.items()}
     if said and said.get(BATCH) != checksums.of_batch(b"", said):
-        return path.stat().st_size - 1
+        return False
     if said and said[VERSION] != pa.__version__:
-        return None
+        return True
     with path.open("rb") as file:
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    sink, writer = _Compared(data), None
-    for batch in batches_of(path):
-        writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=given or None)
-        writer.write_batch(batch.select(), custom_metadata=batch.metadata)
-    if writer:
-        writer.close()
-    return sink.length if sink.other is None and sink.length != len(data) else sink.other
+        sink, writer = _Compared(file), None
+        for batch in batches_of(path):
+            writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=given or None)
+            writer.write_batch(batch.select(), custom_metadata=batch.metadata)
+        if writer:
+            writer.close()
+        return sink.same and not file.read(1)
 
 
 def read_all(path: Path) -> None:
@@ -159,12 +152,11 @@ def read_all(path: Path) -> None:
 
 
 def _look_through(found: Verified, file: DiskFile) -> None:
-    rows_of, begins = dict[str, int](), dict[int, str]()
+    rows_of = dict[str, int]()
     batches, end, is_summed = _look_at_batches(found, file, rows_of)
     with contextlib.suppress(DamagedError):  # found before
         for whole in whole_runs(file):
             rows = rows_of.pop(whole.facts.run_id, 0)
-            begins[whole.offset] = whole.facts.run_id
             if whole.facts.run_id not in found.damaged:
                 found.runs += 1
                 found.rows += rows
@@ -182,10 +174,9 @@ def _look_through(found: Verified, file: DiskFile) -> None:
             found.state, found.reason = "damaged", f"batch {batches} of {listed} and all after it cannot be read"
         elif rows_of:
             found.state, found.reason = "cut short", "a run has no end"
-        elif is_summed and (at := _written_otherwise(file.local)) is not None:
-            where = "the footer" if at >= end else begins[max(place for place in begins if place <= at)]
+        elif is_summed and not _is_written_alike(file.local):
             found.state = "damaged"
-            found.reason = f"byte {at}, of {where}, is not as it was written; all runs can be read"
+            found.reason = "bytes beside all values, as in the footer, are not as they were; all runs can be read"
     elif not batches:
         found.state, found.reason = "damaged", "no batch of an activation file can be read"
     elif rows_of or end != size:

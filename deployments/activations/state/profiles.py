@@ -15,11 +15,11 @@ from deployments.points.profiles import Profile
 
 MAX_PROFILES = 1024  # of one owner
 MAX_BYTES = 1 << 20  # of one
-_KEPT = "name, NULLIF(owner, ''), model, description, created, is_default"
+_LISTED = "name, NULLIF(owner, ''), model, description, created, is_default"
 
 
 class _Kept(NamedTuple):
-    """A stored profile's record; `created` is in Unix seconds."""
+    """A stored profile; `created` is in Unix seconds, `body` what it does, left out of lists."""
 
     name: str
     owner: str | None
@@ -27,12 +27,13 @@ class _Kept(NamedTuple):
     description: str | None
     created: float
     is_default: bool
+    body: str = "{}"
 
     def as_json(self, account: Account) -> dict[str, Any]:
         """The same for an answer."""
-        told = {name: value for name, value in self._asdict().items() if name not in ("owner", "is_default")}
+        told = {name: getattr(self, name) for name in ("name", "model", "description", "created")}
         told |= {"object": "intervention_profile", "default": bool(self.is_default)}
-        return told if account.owner is None else told | {"owner": self.owner}
+        return {**json.loads(self.body), **told, **({} if account.owner is None else {"owner": self.owner})}
 
 
 class StoredProfiles(State):
@@ -45,7 +46,7 @@ class StoredProfiles(State):
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
         """Up to `limit` profiles that the account may read, by name, behind `after` (an admin's is `name@owner`)."""
-        kept = self._kept("ORDER BY name, owner")
+        kept = self._kept("ORDER BY name, owner", columns=_LISTED)
         own = {one.name for one in kept if one.owner == account.owner}
         seen = [
             one
@@ -68,9 +69,9 @@ class StoredProfiles(State):
             message = f"{size} bytes, and a profile has {MAX_BYTES} at most: send vectors as tensor files"
             raise RequestError(message, None, "profile_too_large", 413)
         most = MAX_PROFILES if account.is_admin else min(most, MAX_PROFILES)
-        new = _Kept(profile.name, account.owner, profile.model, profile.description, time.time(), profile.default)
+        new = _Kept(profile.name, account.owner, profile.model, profile.description, time.time(), profile.default, body)
         with self.change() as database:
-            own = {one.name: one for one in self._kept("WHERE owner = ?", account.owner or "")}
+            own = {one.name: one for one in self._kept("WHERE owner = ?", account.owner or "", columns=_LISTED)}
             if len(own.keys() - {new.name}) >= most:
                 raise RequestError(f"there are {most} profiles: delete some", None, "profile_store_full")
             is_news = new.is_default or (new.name in own and own[new.name].is_default)
@@ -79,22 +80,21 @@ class StoredProfiles(State):
             if new.is_default:
                 database.execute("UPDATE profiles SET is_default = 0 WHERE is_default AND model = ?", (new.model,))
             row = new._replace(owner=new.owner or "")
-            database.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, body))
+            database.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         self._tell(is_news)
-        return {**json.loads(body), **new.as_json(account)}
+        return new.as_json(account)
 
     def get(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
         """A profile: their own, else one without an owner, else a default; an admin may name its `owner`."""
         kept = self._find(name, account, owner)
-        return self._whole(kept, account) if kept else None
+        return kept.as_json(account) if kept else None
 
     def defaults(self, known: int | None) -> tuple[int, dict[str, dict[str, Any]]] | None:
         """The models' default profiles, and the version of all that is known; None where `known` is that version."""
         version = self._version  # before the rest: what changes meanwhile is news once more
         if version == known:
             return None
-        found = {one.model: self._whole(one, OPERATOR) for one in self._kept("WHERE is_default")}
-        return version, {model: whole for model, whole in found.items() if model and whole}
+        return version, {one.model: one.as_json(OPERATOR) for one in self._kept("WHERE is_default") if one.model}
 
     def delete(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
         """Delete a profile, found as by `get`; false if the account may change none. Defaults are admins'."""
@@ -117,15 +117,8 @@ class StoredProfiles(State):
         found = [by_owner[one] for one in own if one in by_owner] + [one for one in of_name if one.is_default]
         return found[0] if found else None
 
-    def _kept(self, which: str, *values: Any) -> Sequence[_Kept]:
-        return [_Kept(*row) for row in self.rows(f"SELECT {_KEPT} FROM profiles {which}", *values)]
-
-    def _whole(self, kept: _Kept, account: Account) -> dict[str, Any] | None:
-        """A profile with what it does; None where it is deleted by now."""
-        key = kept.name, kept.owner or ""
-        for (body,) in self.rows("SELECT body FROM profiles WHERE name = ? AND owner = ?", *key):
-            return {**json.loads(body), **kept.as_json(account)}
-        return None
+    def _kept(self, which: str, *values: Any, columns: str = f"{_LISTED}, body") -> Sequence[_Kept]:
+        return [_Kept(*row) for row in self.rows(f"SELECT {columns} FROM profiles {which}", *values)]
 
     def _tell(self, is_news: bool) -> None:
         """Have `defaults` give another version, if they changed; versions grow, also where the clock goes back."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from deployments.activations.facts import OPERATOR, Account, explained, page
+from deployments.activations.facts import OPERATOR, Account, explained
 from deployments.activations.files.disk import found, remove, write
 from deployments.errors import RequestError
 
@@ -69,12 +69,7 @@ class ClientFiles(ABC):
                 try:
                     id, about = self.described(Path(item.path))
                     stat = item.stat()
-                except (
-                    OSError,
-                    ValueError,
-                    KeyError,
-                    SafetensorError,
-                ):  # one bad file must not keep others from being served
+                except (OSError, ValueError, KeyError, SafetensorError):  # others are served all the same
                     logger.exception("%s cannot be read and is not listed", item.path)
                     continue
                 file = ClientFile(match[1], match[2], id, stat.st_size, stat.st_mtime, about)
@@ -90,7 +85,8 @@ class ClientFiles(ABC):
             files = [file for file in self._files.values() if account.may_read(file.owner)]
         files.sort(key=lambda file: (file.owner == account.owner, file.owner is None))
         seen = {file.name: file for file in files}  # their own of a name, else the one without an owner
-        return [seen[name].as_json(account) for name in page(seen, limit, after)]
+        names = sorted(name for name in seen if after is None or name > after)
+        return [seen[name].as_json(account) for name in names[:limit]]
 
     def get(self, name: str, account: Account = OPERATOR) -> dict[str, Any] | None:
         """What a file is; None if there is none."""
@@ -147,14 +143,11 @@ class ClientFiles(ABC):
         return self._root / self.folder / file.file_name
 
     def _found(self, name: str, account: Account) -> ClientFile | None:
-        with self._lock:
-            return self._seen(name, account)
-
-    def _seen(self, name: str, account: Account) -> ClientFile | None:
         """Their own of a name, else the one without an owner; to an admin, else anybody's."""
-        own = [one for owner in (account.owner, None) if (one := self._files.get((name, owner)))]
-        if account.is_admin and not own:
-            own = [one for (called, _), one in self._files.items() if called == name]
+        with self._lock:
+            own = [one for owner in (account.owner, None) if (one := self._files.get((name, owner)))]
+            if account.is_admin and not own:
+                own = [one for (called, _), one in self._files.items() if called == name]
         return next((one for one in own if account.may_read(one.owner)), None)
 
     def _check_room(self, others: Sequence[ClientFile], size: int, count: int, most: int) -> None:

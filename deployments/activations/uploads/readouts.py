@@ -27,12 +27,9 @@ class ReadoutFiles(ClientFiles):
     most_files = most_of_one = 1 << 10
 
     def described(self, path: Path) -> tuple[str, dict[str, Any]]:
-        """What the file's metadata say; a file of an earlier version, without them, is read as a whole."""
+        """What the file's metadata say."""
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-        if _KEPT not in metadata:
-            defined = define(path.read_bytes())
-            return _id(defined), _about(defined.spec, defined.hidden, defined.size)
         id, hidden, values = json.loads(metadata[_KEPT])
         return id, _about(ReadoutSpec.model_validate_json(metadata["spec"]), hidden, values)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, deserialize, safe_open
@@ -22,13 +22,6 @@ MAX_NAME = 256
 MAX_HEADER_BYTES = 1 << 20
 
 
-class TensorType(NamedTuple):
-    """A tensor's shape, and its torch dtype's name."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class TensorFiles(ClientFiles):
     """Every tensor file below one root. Its id is made of its bytes and owner, so that the same is kept once."""
 
@@ -40,13 +33,13 @@ class TensorFiles(ClientFiles):
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             types = {name: _type(name, found.get_shape(), found.get_dtype()) for name, found in slices.items()}
-        return path.name.partition(".")[0].partition("@")[0], _about(types)
+        return path.name.partition(".")[0].partition("@")[0], {"tensors": types}
 
     def put(
         self, data: bytes, most: int, account: Account = OPERATOR, most_of_one: int | None = None
     ) -> dict[str, Any]:
         """Keep a file, as `keep`; RequestError if it may not be kept."""
-        about, owner = _about(check(data)), account.owner
+        about, owner = {"tensors": check(data)}, account.owner
         digest = hashlib.sha256(data)
         if owner is not None:
             digest.update(f"@{owner}".encode())
@@ -54,12 +47,8 @@ class TensorFiles(ClientFiles):
         return self.keep(ClientFile(id, owner, id, len(data), 0.0, about), data, most, account, most_of_one)
 
 
-def _about(types: dict[str, TensorType]) -> dict[str, Any]:
-    return {"tensors": {name: {"shape": list(kind.shape), "dtype": kind.dtype} for name, kind in types.items()}}
-
-
-def check(data: bytes) -> dict[str, TensorType]:
-    """The tensors of a file that may be kept; RequestError names the tensor that may not."""
+def check(data: bytes) -> dict[str, dict[str, Any]]:
+    """Shape and torch dtype of each tensor of a file that may be kept; RequestError names the one that may not."""
     if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
         raise _refused(f"not a safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
     try:
@@ -96,7 +85,7 @@ def pick(reference: str, data: bytes) -> torch.Tensor:
     return tensors[name]
 
 
-def _type(name: str, shape: list[int], dtype: str) -> TensorType:
+def _type(name: str, shape: list[int], dtype: str) -> dict[str, Any]:
     if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
         raise _refused(f"{name[:MAX_NAME]!r} is not a name of 1 to {MAX_NAME} printable characters")
     if dtype not in DTYPES:
@@ -106,7 +95,7 @@ def _type(name: str, shape: list[int], dtype: str) -> TensorType:
         raise _refused(
             f"{name!r} has the shape {shape}: tensors here have 1 to {MAX_DIMENSIONS} dimensions, none empty"
         )
-    return TensorType(tuple(shape), dtype_name(DTYPES[dtype]))
+    return {"shape": shape, "dtype": dtype_name(DTYPES[dtype])}
 
 
 def _refused(message: str) -> RequestError:

@@ -86,12 +86,3 @@ def test_a_start_reads_no_values_of_what_was_checked_before(tmp_path: Path, monk
 
     monkeypatch.setattr(readouts, "define", read)
     assert ReadoutFiles(tmp_path).get("truth") == kept
-
-
-def test_a_file_of_an_earlier_version_is_found(tmp_path: Path) -> None:
-    (tmp_path / ".readouts").mkdir()
-    (tmp_path / ".readouts" / "truth.safetensors").write_bytes(probe())
-    found = ReadoutFiles(tmp_path).get("truth") or {}
-    assert (found["kind"], found["hidden"], found["values"]) == ("linear", 8, 1)
-    (tmp_path / "other").mkdir()
-    assert found["id"] == ReadoutFiles(tmp_path / "other").put(probe(), None, ROOM)["id"]

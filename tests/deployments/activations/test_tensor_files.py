@@ -77,7 +77,7 @@ def test_what_is_no_file_of_finite_floating_tensors_is_refused_by_name(files, tm
 def test_a_file_may_hold_all_that_is_allowed_at_once():
     tensors = {f"v/{i}": torch.full((1, 2, 3)[: 1 + i % 3], 1.5, dtype=DTYPES[i % 4]) for i in range(MAX_TENSORS)}
     data = save(tensors)
-    assert {name: (kind.shape, kind.dtype) for name, kind in check(data).items()} == {
+    assert {name: (tuple(kind["shape"]), kind["dtype"]) for name, kind in check(data).items()} == {
         name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
     }
     for name, tensor in tensors.items():

@@ -118,8 +118,8 @@ def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
         asked = Backend(options, "none", store, reader)
         sessions = (asked.sessions(OPERATOR, 1, None, Filter()), asked.session(OPERATOR, "any"))
         sessions += (asked.delete_session(OPERATOR, "any"), asked.data(OPERATOR, Choice("any")))
-        tensors = (asked.tensor_files(OPERATOR, 1, None), asked.tensor_file(OPERATOR, "any"))
-        tensors += (asked.delete_tensors(OPERATOR, "any"),)
+        tensors = (asked.tensors.list(OPERATOR, 1, None), asked.tensors.file(OPERATOR, "any"))
+        tensors += (asked.tensors.delete(OPERATOR, "any"),)
         answers = await asyncio.gather(*sessions, *tensors, return_exceptions=True)
         return [(answer.status, answer.code) for answer in answers if isinstance(answer, ApiError)]
 
