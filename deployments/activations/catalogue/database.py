@@ -49,7 +49,7 @@ CREATE INDEX runs_by_session ON runs (session, created, run_id, model, sample_id
 
 CREATE INDEX runs_by_time ON runs (created, run_id, model, sample_id, tags);
 
-CREATE INDEX runs_by_file ON runs (file);
+CREATE INDEX runs_by_file ON runs (file, offset);
 
 CREATE TABLE applied (name TEXT PRIMARY KEY);
 
