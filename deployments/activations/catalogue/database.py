@@ -139,7 +139,7 @@ def sealed_files(root: Path) -> dict[str, tuple[int, int]]:
         return {}
 
 
-def opened(root: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Connection:
+def opened(root: Path, fill: Callable[[Path], object] | None = None) -> sqlite3.Connection:
     """A connection that writes a directory's database; one that cannot be trusted is replaced, perhaps by `fill`."""
     path = root / NAME
     if path.is_file() and not path.is_symlink():
