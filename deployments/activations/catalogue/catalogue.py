@@ -48,7 +48,7 @@ class Catalogue(Queries):
         self.remade, self.archives = 0, manifest is not None
         self.on_added: Callable[[Sequence[Note]], None] = lambda added: None
         self._lock, self._root, self._manifest = Lock(), root, manifest
-        self._fill = manifest and partial(begin_as_snapshot, manifest)
+        self._fill = partial(begin_as_snapshot, manifest) if manifest else None
         self._again = math.inf  # when to scan the files again, by the monotonic clock
         self._release: Callable[[], object] = lambda: None
         self._database = database or in_memory()
@@ -64,7 +64,9 @@ class Catalogue(Queries):
             root.mkdir(parents=True, exist_ok=True)
             lock = locked(root / LOCK)  # one process at a time writes the database
             try:
-                catalogue = cls(opened(root, manifest and partial(begin_as_snapshot, manifest)), root, manifest)
+                catalogue = cls(
+                    opened(root, partial(begin_as_snapshot, manifest) if manifest else None), root, manifest
+                )
             except BaseException:
                 os.close(lock)
                 raise
@@ -94,7 +96,7 @@ class Catalogue(Queries):
             made = unpacked(manifest, newest, root)  # another server's
 
             def replaced(_: sqlite3.Connection) -> None:
-                (root / NAME).unlink()
+                (root / NAME).unlink(missing_ok=True)
                 self._make_again(root, made.rename)
 
             self.change(replaced)
