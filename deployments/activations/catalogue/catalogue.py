@@ -64,9 +64,8 @@ class Catalogue(Queries):
             root.mkdir(parents=True, exist_ok=True)
             lock = locked(root / LOCK)  # one process at a time writes the database
             try:
-                catalogue = cls(
-                    opened(root, partial(begin_as_snapshot, manifest) if manifest else None), root, manifest
-                )
+                fill = partial(begin_as_snapshot, manifest) if manifest else None
+                catalogue = cls(opened(root, fill), root, manifest)
             except BaseException:
                 os.close(lock)
                 raise
