@@ -1,4 +1,4 @@
-"""A head node that archives, as its own process: `python -m ...archiving_client ROOT ARCHIVE RUN` stores a run and waits."""
+"""A head node that archives, as its own process, by `python -m` with ROOT ARCHIVE RUN: it stores a run and waits."""
 
 from __future__ import annotations
 
