@@ -49,6 +49,8 @@ TOGETHER = {
     "tests/serve_app/http/test_documentation.py": "runs_code",
     "tests/serve_app/routes/test_nnsight.py": "runs_code",
     "tests/serve_app/test_stalled.py": "runs_code",
+    "tests/serve_app/schemas/test_fields.py": "other_template",
+    "tests/serve_app/test_floods.py": "other_template",
     "tests/serve_app/http/test_keys.py": "keyed",
     "tests/serve_app/test_owners.py": "keyed",
     "tests/serve_app/test_permissions.py": "small_store",
@@ -153,15 +155,14 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def served(cluster: Cluster) -> Iterator[Served]:
-    """`serve run serve_app:app` on that cluster, healthy."""
+    """The shipped model's server on that cluster, healthy; with one thread, as all that runs in the tests."""
     port = free_port()
     root = f"http://127.0.0.1:{port}"
     ray.serve.start(http_options={"host": "127.0.0.1", "port": port})
     log = cluster.directory / "serve.log"
+    command = ["serve", "run", "serve_app:build_app", "threads=1"]
     with log.open("wb") as out:
-        run = subprocess.Popen(
-            ["serve", "run", "serve_app:app"], cwd=ROOT, env=cluster.env, stdout=out, stderr=out, start_new_session=True
-        )
+        run = subprocess.Popen(command, cwd=ROOT, env=cluster.env, stdout=out, stderr=out, start_new_session=True)
 
     try:
         until(lambda: healthy(root), run, log)

@@ -26,7 +26,7 @@ BLOCKS = blocks("README")
 ELSEWHERE = {
     "make demo": "test_make_demo_works_in_a_fresh_clone",
     "source .venv/bin/activate": "the fixtures put the environment on PATH",
-    "serve run serve_app:app": "the fixture `served` is this command",
+    "serve run serve_app:app": "the fixture `served` is this command with one thread, and `serve build` finds the app",
     "make smollm2": "test_smollm2.py runs it, where the package index is in reach",
     "serve run serve_app:build_app": "needs the hub; test_serve_run.py gives options to a model at hand",
 }
@@ -42,14 +42,10 @@ def commands(blocks: list[tuple[str, str]]) -> list[str]:
 
 
 COMMANDS = commands(BLOCKS)
-# Those of the guides that README's first steps lead to, as they are.
+# Those of the guides that README's first steps lead to, as they are; tests/evals/gsm8k runs others.
 GUIDES = [
     *(command for command in commands(blocks("operate")) if "DELETE" in command),
-    *(
-        command
-        for command in commands(blocks("evaluation"))
-        if command.startswith(("ray job", "python -m evals.gsm8k --base-url", "python -m evals.gsm8k --smoke --b"))
-    ),
+    *(command for command in commands(blocks("evaluation")) if command.startswith("python -m evals.gsm8k --base-url")),
 ]
 
 
@@ -65,15 +61,22 @@ def test_readme_fits_two_screens_and_every_command_of_it_is_run_here_or_accounte
     ids=lambda c: c.split("\n")[0][:60],
 )
 def test_a_shell_command_of_the_readme_or_a_guide_works(served, command):
-    env = served.cluster.env | {"RAY_API_SERVER_ADDRESS": served.cluster.dashboard}
-    if "ray job submit" in command:
-        command += f" --base-url {ADDRESS}/v1"  # the server is not at the usual port
     if "--samples 20" in command:
         command = command.replace("--samples 20", "--samples 2") + " --max-tokens 64"
     command = command.replace(ADDRESS, served.root)
-    done = subprocess.run(["bash", "-euc", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", "-euc", command], cwd=ROOT, env=served.cluster.env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"error"' not in done.stdout
+
+
+def test_serve_finds_the_app_of_the_shipped_model():
+    command = [Path(sys.executable).with_name("serve"), "build", "serve_app:app"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "import_path: serve_app:app" in done.stdout
+    assert {"- name: ModelReplica", "- name: Ingress"} <= set(map(str.strip, done.stdout.splitlines()))
 
 
 @pytest.mark.parametrize(

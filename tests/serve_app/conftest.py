@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 from transformers import AutoTokenizer
 
+from deployments.chat.response_templates import LLAMA
 from deployments.demo_model import WEIGHTS
 from serve_app.http.keys import VARIABLE
 from tests.serve_app.keyed import IN_ENVIRONMENT, IN_FILE, ORIGIN
@@ -38,3 +42,19 @@ def small_store(another_app, tmp_path_factory):
     options = (f"activations_dir={activations}", "max_tensor_file_bytes=1400", "max_tensor_store_bytes=1500")
     with another_app("small", *options, "max_body_bytes=1000") as root:
         yield root, activations
+
+
+@pytest.fixture(scope="session")
+def other_template(another_app, tmp_path_factory):
+    """The root of an application with the shipped model, whose tokenizer says that it writes calls as Llama 3 does.
+
+    Its template is a chat's first message and what `chat_template_kwargs` says of `tone`.
+    """
+    directory = tmp_path_factory.mktemp("model") / "other-template"
+    shutil.copytree(WEIGHTS, directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["response_template"]["fields"] = {"tool_calls": LLAMA, "content": {}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }} {{ tone }}")
+    with another_app("template", f"model={directory}", "model_id=vitrine-demo") as root:
+        yield root

@@ -19,6 +19,7 @@ from deployments.activations import load, runs
 from deployments.activations.facts import RunFacts
 from deployments.collect import Collected, CollectError, collect
 from deployments.collect.examples import DataError
+from deployments.collect.outcome import Outcome
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
 from deployments.options import DEMO
@@ -65,19 +66,27 @@ def way(request: pytest.FixtureRequest, served: Served, store: Path) -> dict[str
     return {"model": DEMO, "store": str(store)} if request.param == "model" else {"base_url": served.base_url}
 
 
-def test_what_is_stored_of_each_example(way: dict[str, str], store: Path, tmp_path: Path) -> None:
-    rows = [
+def test_what_is_stored_of_each_example_and_what_cannot_be_is_named_and_left_out(
+    way: dict[str, str], store: Path, tmp_path: Path
+) -> None:
+    rows: list[Any] = [
         *problems(39),
         {**problems(1)[0], "id": "1"},
         {"messages": [{"role": "user", "content": "How many?"}], "id": "chat"},
+        5,
+        {"prompt": TOO_LONG, "id": "long"},
     ]
     session = f"collected-{next(iter(way))}"
-    seen = []
-    found = collect(lines(tmp_path / "d.jsonl", rows), session=session, points=POINTS, progress=seen.append, **way)
+    seen: list[Outcome] = []
+    data = lines(tmp_path / "d.jsonl", rows)
+    found = collect(data, session=session, points=POINTS, on_error="skip", progress=seen.append, **way)
 
     stored = by_id(store / session)
     # The fortieth is the first again.
-    assert found == Collected(session, 40, 0, found.tokens, found.seconds, found.tokens_per_second, 1)
+    assert found == Collected(session, 40, 2, found.tokens, found.seconds, found.tokens_per_second, 1)
+    failures = [text for outcome in seen for text in outcome.failures]
+    assert sorted(text.split(":")[0] for text in failures) == ["d.jsonl, line 42", "d.jsonl, line 43"]
+    assert "tokens" in next(text for text in failures if "line 43" in text)
     assert found.tokens == sum(run.tokens for run in stored.values())
     assert found.seconds > 0
     assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)
@@ -96,24 +105,14 @@ def test_what_is_stored_of_each_example(way: dict[str, str], store: Path, tmp_pa
     assert rows_of["layers.0.output"].shape == (1, model.config.hidden_size), "the prompt's last token alone"
     torch.testing.assert_close(rows_of["layers.0.output"].float(), states[1][0, -1:], atol=1e-4, rtol=1e-4)
 
-    again = collect(lines(tmp_path / "d.jsonl", rows), session=session, points=POINTS, **way)
-    assert (again.runs, again.already_stored, again.tokens_per_second) == (0, 41, 0.0)
-    assert by_id(store / session).keys() == stored.keys()
 
-
-def test_what_cannot_be_stored_is_named_and_left_out_or_final(way: dict[str, str], store: Path, tmp_path: Path) -> None:
-    rows: list[Any] = problems(6)
-    rows[1], rows[3] = 5, {"prompt": TOO_LONG, "id": "long"}
-    data = lines(tmp_path / "d.jsonl", rows)
-    session = f"broken-{next(iter(way))}"
-    failures: list[str] = []
-    found = collect(
-        data, session=session, points=POINTS, on_error="skip", progress=lambda o: failures.extend(o.failures), **way
-    )
-    assert (found.runs, found.failed) == (4, 2)
-    assert sorted(text.split(":")[0] for text in failures) == ["d.jsonl, line 2", "d.jsonl, line 4"]
-    assert "tokens" in next(text for text in failures if "line 4" in text)
-    assert by_id(store / session).keys() == {"1", "3", "5", "6"}
+def test_the_same_command_again_stores_nothing(served: Served, store: Path) -> None:
+    given: dict[str, Any] = {"session": "again", "points": POINTS, "base_url": served.base_url}
+    assert collect(problems(6), **given).runs == 6
+    stored = by_id(store / "again")
+    again = collect(problems(6), **given)
+    assert (again.runs, again.already_stored, again.tokens_per_second) == (0, 6, 0.0)
+    assert by_id(store / "again").keys() == stored.keys()
 
 
 def test_points_that_the_model_has_not_are_refused_at_once(way: dict[str, str]) -> None:

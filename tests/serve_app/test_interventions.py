@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -96,20 +95,8 @@ def recorded(served, **fields):
     return load(run["points"][POINT]["uri"], run_id=run["run_id"]), run["run_id"]
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
-def of_dtype(request, served, another_app):
-    """The shipped model, served in a dtype."""
-    if request.param == "float32":
-        yield served, torch.float32
-    else:
-        with another_app("half", "dtype=bfloat16", "num_cpus=0.1", "threads=1") as root:
-            yield replace(served, root=root), torch.bfloat16
-
-
-def test_a_stored_runs_rows_take_the_place_of_another_requests(of_dtype):
-    served, dtype = of_dtype
+def test_a_stored_runs_rows_take_the_place_of_another_requests(served):
     clean, run_id = recorded(served)
-    assert clean[POINT].dtype == dtype
     corrupted = {"prompt": "Tom has 3 bags of 4 pens."}  # as many tokens
     assert recorded(served, **corrupted)[0].facts.prompt_tokens == clean.facts.prompt_tokens
     into_itself, _ = recorded(served, interventions=[{"op": "replace", "point": POINT, "from": {"run_id": run_id}}])

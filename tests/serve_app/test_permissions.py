@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -13,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from deployments.activations.__main__ import main as stored
 from deployments.exposure import make_private
+from evals.gsm8k.__main__ import main as evaluate
 
 TENSORS = save({"formal": torch.ones(4)})
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -44,20 +45,21 @@ def usual_umask():
     os.umask(before)
 
 
-def test_nobody_else_reads_what_a_server_an_evaluation_and_the_commands_wrote(another_app, served, tmp_path):
+def test_nobody_else_reads_what_a_server_an_evaluation_and_the_commands_wrote(another_app, tmp_path):
     home = tmp_path / "home"
     activations = home / "activations"
 
-    def run(*command: str | Path) -> None:
-        subprocess.run([sys.executable, "-m", *command], env=served.cluster.env, check=True, capture_output=True)
+    def run(main: Callable[[list[str]], int], *arguments: str | Path) -> None:
+        os.umask(0o022)  # each command sets its own
+        assert main([str(argument) for argument in arguments]) == 0
 
     with another_app("private", f"activations_dir={activations}", "threads=1") as root:
         fill(root)
         evaluation = ["--base-url", f"{root}/v1", "--samples=2", "--mode=no-tools", "--max-tokens=8"]
-        run("evals.gsm8k", *evaluation, "--collect-activations", "--results-dir", home / "results" / "one")
-        run("deployments.activations", "pull", root, "seen", "--dir", home / "pulled")
+        run(evaluate, *evaluation, "--collect-activations", "--results-dir", home / "results" / "one")
+        run(stored, "pull", root, "seen", "--dir", home / "pulled")
     for form in ("safetensors", "hf"):
-        run("deployments.activations", "export", home / form, "--format", form, "--dir", activations)
+        run(stored, "export", home / form, "--format", form, "--dir", activations)
     written = modes(tmp_path)
     assert len(written) > 30
     assert {path: oct(mode) for path, mode in written.items() if mode & OTHERS} == {}

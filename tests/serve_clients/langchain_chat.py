@@ -1,10 +1,9 @@
-"""LangChain's ChatOpenAI in its usual ways: runs the part named on the command line and prints JSON."""
+"""LangChain's ChatOpenAI in its usual ways: prints JSON."""
 
 import asyncio
 import functools
 import json
 import operator
-import sys
 
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -75,4 +74,4 @@ def structured() -> dict:
     }
 
 
-print(json.dumps({part.__name__: part for part in (plain, tools, structured)}[sys.argv[1]]()))
+print(json.dumps({part.__name__: part() for part in (plain, tools, structured)}))

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 
-def test_chats_are_whole_streamed_batched_and_scored(run_script):
-    said = run_script("langchain_chat.py", "plain")
+
+@pytest.fixture(scope="module")
+def all_said(run_script):
+    return run_script("langchain_chat.py")
+
+
+def test_chats_are_whole_streamed_batched_and_scored(all_said):
+    said = all_said["plain"]
     # The second request finds its prompt in the cache, which changes nothing but this count.
     cached = [usage.pop("input_token_details")["cache_read"] for _, usage, _ in (said["whole"], said["streamed"])]
     assert cached[0] == 0 < cached[1]
@@ -17,13 +24,12 @@ def test_chats_are_whole_streamed_batched_and_scored(run_script):
     assert said["scored"]
 
 
-def test_tools_are_called_until_the_answer(run_script):
-    said = run_script("langchain_chat.py", "tools")
+def test_tools_are_called_until_the_answer(all_said):
+    said = all_said["tools"]
     assert said["calls"][0] == said["streamed"][0]
     assert all(name == "calculator" and set(arguments) == {"expression"} for name, arguments in said["calls"])
     assert said["answer"].startswith("#### ")
 
 
-def test_an_answer_is_of_the_class_asked_for(run_script):
-    totals = run_script("langchain_chat.py", "structured")
-    assert [type(total) for total in totals.values()] == [int, int]
+def test_an_answer_is_of_the_class_asked_for(all_said):
+    assert [type(total) for total in all_said["structured"].values()] == [int, int]

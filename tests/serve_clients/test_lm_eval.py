@@ -1,8 +1,10 @@
-"""lm_eval as its users run it, against the served model, through a task of local problems."""
+"""lm_eval by the commands of docs/clients.md, against the served model, through tasks of local problems."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -16,21 +18,21 @@ from evals.labels.lm_eval import labelled
 
 ROOT = Path(__file__).parents[2]
 TASKS = Path(__file__).parent / "tasks"
-LOCAL = {"tokenizer": str(WEIGHTS), "tokenizer_backend": "huggingface"}
+DOCUMENT = (ROOT / "docs" / "clients.md").read_text().replace("\\\n", "")
+CHATS, COMPLETIONS = map(shlex.split, re.findall(r"^lm_eval [^`]*", DOCUMENT, re.MULTILINE))
+ADDRESS = "http://127.0.0.1:8000"
 RECORDED = {"header": {"X-Vitrine-Session": "lm-eval", "X-Vitrine-Tags": '{"task": "demo_gsm8k"}'}}
 
 
 @pytest.fixture(scope="module")
 def run(clients, served, tmp_path_factory):
-    """Run one task by one model type; gives the file of the logged samples."""
+    """Run a command of the page; gives the file of the logged samples."""
 
-    def evaluate(kind: str, task: str, route: str, more: dict, *options: str) -> Path:
+    def evaluate(command: list[str]) -> Path:
         results = tmp_path_factory.mktemp("lm_eval")
-        given = {"model": "vitrine-demo", "base_url": f"{served.base_url}/{route}", "num_concurrent": 8} | more
-        command = ["lm_eval", "--model", kind, "--model_args", json.dumps(given), "--tasks", task]
-        command += ["--include_path", str(TASKS)]
-        command += ["--limit", "20", "--log_samples", "--output_path", str(results), *options]
-        done = subprocess.run(command, cwd=ROOT, env=clients, capture_output=True, text=True, timeout=240)
+        here = [word.replace(ADDRESS, served.root) for word in command]
+        here += ["--log_samples", "--output_path", str(results)]
+        done = subprocess.run(here, cwd=ROOT, env=clients, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         (samples,) = results.rglob("samples_*.jsonl")
         return samples
@@ -44,8 +46,10 @@ def read(samples: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def recorded(run):
-    more = {"max_retries": 1} | RECORDED
-    return run("local-chat-completions", "demo_gsm8k", "chat/completions", more, "--apply_chat_template")
+    place = CHATS.index("--model_args") + 1
+    arguments = dict(pair.split("=", 1) for pair in CHATS[place].split(","))
+    with_headers = json.dumps(arguments | {"num_concurrent": int(arguments["num_concurrent"])} | RECORDED)
+    return run([*CHATS[:place], with_headers, *CHATS[place + 1 :]])
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +83,7 @@ def test_the_rules_of_the_task_are_those_of_lm_evals_own_gsm8k(clients):
 
 
 def test_completions_of_token_ids_say_what_the_chats_say(run, by_chat):
-    samples = run("local-completions", "demo_gsm8k", "completions", LOCAL, "--apply_chat_template")
-    assert texts(read(samples)) == texts(by_chat)
+    assert texts(read(run(COMPLETIONS))) == texts(by_chat)
 
 
 def test_the_samples_label_the_runs_that_the_headers_recorded(recorded, by_chat, served):
@@ -95,7 +98,8 @@ def test_the_samples_label_the_runs_that_the_headers_recorded(recorded, by_chat,
 
 
 def test_loglikelihoods_are_those_of_transformers(run):
-    samples = run("local-completions", "demo_choice", "completions", LOCAL | {"max_retries": 1})
+    words = [word.replace("demo_gsm8k", "demo_choice") for word in COMPLETIONS if word != "--apply_chat_template"]
+    samples = run(words)
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
     samples = read(samples)

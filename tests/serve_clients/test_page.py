@@ -1,4 +1,7 @@
-"""The examples of docs/clients.md, interventions.md and lens.md work as they are, except for the server's address."""
+"""The examples of docs/clients.md, interventions.md and lens.md work as they are, except for the server's address.
+
+test_lm_eval.py runs those of lm_eval.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "http://127.0.0.1:8000"
@@ -18,20 +23,30 @@ EXAMPLES = [
     for number, (language, code) in enumerate(
         re.findall(r"^```(sh|python)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     )
+    if not code.startswith("lm_eval")
 ]
-RUN_BY = {"sh": ["bash", "-euc"], "python": ["python", "-c"]}
+
+
+@pytest.fixture(scope="module")
+def interpreter(clients, tmp_path_factory):
+    """A process of the clients' Python."""
+    env = clients | {"INSPECT_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}
+    with programs.interpreter(str(ROOT / ".venv-clients" / "bin" / "python"), env, cwd=ROOT) as running:
+        yield running
 
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
-def test_an_example_works(clients, served, tmp_path, language, code):
-    done = subprocess.run(
-        [*RUN_BY[language], code.replace(ADDRESS, served.root)],
-        cwd=ROOT,
-        env=clients | {"INSPECT_LOG_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip()
-    assert '"error"' not in done.stdout
+def test_an_example_works(clients, interpreter, served, tmp_path, language, code):
+    code = code.replace(ADDRESS, served.root)
+    if language == "python":
+        (tmp_path / "example.py").write_text(code)
+        stdout, stderr = interpreter.run(tmp_path / "example.py")
+        assert "Traceback" not in stderr, stderr
+    else:
+        done = subprocess.run(
+            ["bash", "-euc", code], cwd=ROOT, env=clients, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        stdout = done.stdout
+    assert stdout.strip()
+    assert '"error"' not in stdout

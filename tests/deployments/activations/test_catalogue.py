@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import deployments.activations
@@ -420,7 +420,6 @@ def paged(ask, limit):
     return found
 
 
-@settings(max_examples=40, deadline=None)
 @given(made_runs, st.lists(filters, min_size=1, max_size=5), st.integers(1, 4))
 def test_every_filter_gives_the_runs_that_fit_page_by_page_from_the_writer_and_from_files(make, drawn, asked, limit):
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
@@ -59,7 +59,6 @@ def place_of(data: bytes, value: torch.Tensor) -> int:
     return data.index(value.contiguous().view(torch.uint8).numpy().tobytes())
 
 
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_bit_that_flips_in_a_value_is_found_and_named_and_all_else_is_read(sealed, tmp_path_factory, data):
     content = sealed.read_bytes()

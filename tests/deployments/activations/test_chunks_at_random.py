@@ -180,4 +180,4 @@ class Chunks(RuleBasedStateMachine):
 
 
 TestChunks = Chunks.TestCase
-TestChunks.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestChunks.settings = settings(stateful_step_count=25)

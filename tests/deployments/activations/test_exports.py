@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.activations.catalogue.catalogue import Catalogue
@@ -64,7 +64,6 @@ def dense(value):
     return value.padded() if isinstance(value, Patterns) else value
 
 
-@settings(max_examples=40, deadline=None)
 @given(some_points())
 def test_every_format_holds_the_stored_bits(make, drawn):
     points, parts = drawn

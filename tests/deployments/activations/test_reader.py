@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import deployments.activations
@@ -51,7 +51,6 @@ def same_bits(left, right):
     return left.dtype == right.dtype and torch.equal(left.view(BITS[left.dtype]), right.view(BITS[right.dtype]))
 
 
-@settings(max_examples=40, deadline=None)
 @given(tensors(), st.booleans())
 def test_what_is_read_is_what_was_written_bit_by_bit(make, drawn, sealed):
     points, parts = drawn

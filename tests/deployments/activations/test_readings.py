@@ -68,7 +68,7 @@ def mixed(make, tmp_path_factory):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_pages_of_any_sizes_in_any_order_join_to_the_whole_file(mixed, format, data):
     root, found = mixed

@@ -113,7 +113,7 @@ def test_a_long_run_is_refused_at_the_chunk_that_is_too_much_and_others_go_on(ke
     assert torch.equal(load(tmp_path / "other", "other")[POINT], other.points[POINT])
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["run", "long", "abandon", "delete"])), max_size=25),
     quota=st.integers(0, 5),
@@ -333,7 +333,7 @@ ids = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(session_id=ids)
 def test_no_id_and_no_link_leads_out_of_the_store(make, tmp_path_factory, session_id):
     base = tmp_path_factory.mktemp("base")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.activations.facts import OPERATOR, Account
@@ -62,7 +62,6 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(changes)
 def test_whatever_comes_and_goes_a_model_has_the_default_that_was_made_last(tmp_path_factory, changes):
     root = tmp_path_factory.mktemp("root")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -94,7 +94,6 @@ def layouts(draw):
     return runs, names, draw(st.sampled_from([1, 2000, 1 << 30]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     layouts(),
     st.sampled_from(["all", "prompt", "generated", "last", "prompt_last", "generated_last", {"positions": [1, 4, 0]}]),

@@ -20,7 +20,7 @@ from deployments.engine.request import Event, Finished, LensLayers, Request, Row
 
 LENGTHS = (1, 2, 5, 7, 9, 14, 21, 30)
 NEW = 12  # a request's most tokens
-EXAMPLES = settings().max_examples // 5  # schedules at random for each architecture, each its own
+EXAMPLES = settings().max_examples // 10  # schedules at random for each architecture, each its own
 ENDLESS = 3000  # steps
 TOKENS = ["all", "prompt", "generated", "last", {"last": 12}, "prompt_last", "generated_last"]
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")

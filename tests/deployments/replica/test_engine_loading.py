@@ -8,7 +8,9 @@ import traceback
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig
 
+from benchmarks.common.measured_models import tokenizer
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
 from deployments.model.revision import revision_of
@@ -64,11 +66,32 @@ def test_a_name_below_the_models_directory_is_that_model(tmp_path):
     assert engine.model.points.default_names() == ["last"]
 
 
-def test_a_model_without_its_files_is_not_found(tmp_path):
-    with pytest.raises(LoadError) as refused:
-        load_engine(Options(model=str(tmp_path)))
-    assert refused.value.status in (400, 404)
-    assert refused.value.field == "model_id"
+@pytest.fixture
+def alibi(tmp_path):
+    """The name of a model with attention that the engine cannot batch, below `tmp_path`."""
+    config = BloomConfig(vocab_size=2048, hidden_size=32, n_layer=2, n_head=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tests/alibi")
+    tokenizer("tiny").save_pretrained(tmp_path / "tests/alibi")
+    return "tests/alibi"
+
+
+def refused(**options) -> tuple[int, str | None, str]:
+    with pytest.raises(LoadError) as refusal:
+        load_engine(Options(**options))
+    return refusal.value.status, refusal.value.field, refusal.value.code
+
+
+def test_why_a_model_cannot_be_served_is_told_apart(tmp_path, alibi):
+    assert refused(model=alibi, models_dir=str(tmp_path)) == (400, "model_id", "unsupported_model")
+    assert refused(model="nobody/nothing") == (404, "model_id", "model_not_found")
+    (tmp_path / "empty").mkdir()
+    status, field, _ = refused(model=str(tmp_path / "empty"))
+    assert (status in (400, 404), field) == (True, "model_id")
+
+
+def test_a_directory_where_the_replica_runs_is_no_model_by_its_relative_path(tmp_path, monkeypatch, alibi):
+    monkeypatch.chdir(tmp_path)
+    assert refused(model=alibi) == (404, "model_id", "model_not_found")
 
 
 def test_a_models_directory_has_to_be_absolute():

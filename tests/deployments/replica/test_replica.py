@@ -173,14 +173,20 @@ def test_a_stuck_engine_fails_the_health_check():
 
 
 def test_a_job_past_its_time_gets_504_and_frees_its_slot():
-    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=0.2), store=object())
+    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=1), store=object())
 
     async def ask():
-        messages = await replica.complete(job(max_tokens=4000, ignore_eos=True))
+        whole = await replica.complete(job(max_tokens=4000, ignore_eos=True))
         await wait_until(lambda: not replica._engine.statistics.running)
-        return messages
+        stream = replica.stream(job(max_tokens=4000, ignore_eos=True))
+        streamed = [message async for gathered in stream for message in gathered]
+        await wait_until(lambda: not replica._engine.statistics.running)
+        return whole[-1], streamed
 
-    assert asyncio.run(ask())[-1].status == 504
+    whole, (*pieces, last) = asyncio.run(ask())
+    assert (whole.status, whole.code) == (504, "timeout")
+    assert last == whole
+    assert pieces
     replica.__del__()
 
 

@@ -122,6 +122,7 @@ def test_a_worker_that_dies_costs_what_it_had_in_flight_and_the_number_of_worker
     assert counted(tmp_path / "two") == counted(tmp_path / "one")
 
 
+@pytest.mark.long  # a cluster of two nodes; above, a worker dies
 def test_a_node_that_dies_costs_what_its_worker_had_in_flight(tmp_path: Path) -> None:
     # In a process of its own, since this one may have joined the tests' shared cluster.
     script = Path(__file__).with_name("two_nodes.py")

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
     def arguments(self, name: str) -> list[str]:
         where = ["--base-url", self.base_url, "--results-dir", str(self.results / name)]
-        return ["--serve", "vitrine-demo", *where]
+        return ["--serve", "vitrine-demo", "--server-option", "threads=1", *where]
 
     def command(self, name: str, *options: str) -> list[str]:
         return [sys.executable, "-m", "evals.gsm8k", *self.arguments(name), *options]
@@ -118,7 +118,7 @@ def test_a_server_with_another_model_is_not_used(kept: Place, refusal: Callable[
 
 def test_fresh_restarts_it_and_sigterm_in_the_middle_stops_it(kept: Place) -> None:
     before = kept.process
-    options = ["--fresh", "--mode", "no-tools", "--dataset", "demo", "--server-option", "threads=1"]
+    options = ["--fresh", "--mode", "no-tools", "--dataset", "demo"]
     process = subprocess.Popen(
         kept.command("fifth", *options), env=kept.env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

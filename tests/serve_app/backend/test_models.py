@@ -1,6 +1,6 @@
 """Several models: loaded and unloaded while the server runs, without effect on each other.
 
-A load takes seconds: tests that need the unchanged tiny model share one.
+A load takes seconds: tests share one application, and where they can the tiny model as the first of them loaded it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from ray import serve
-from transformers import AutoModelForCausalLM, BloomConfig
 
-from benchmarks.common.measured_models import save, tokenizer
+from benchmarks.common.measured_models import save
 from deployments.activations import load
 from deployments.options import DEMO, NO_MODEL, Options
 from serve_app import build_app
 from serve_app.backend import model_loader
 from serve_app.backend.model_registry import Models
 from serve_app.http.errors import ApiError
+from serve_app.schemas.models import LoadRequest
 
+APP = "several"
 TINY = "tests/tiny"
 ONCE = """# The code of a model that starts once: what comes second waits until it is told to fail.
 import os
@@ -39,6 +40,8 @@ except FileExistsError:
     raise RuntimeError("no second replica")
 """
 SAVEPOINTS = [{"name": "middle", "selector": "layers.1.input"}, {"name": "mixed", "selector": "model.layers.0.mlp"}]
+SETTINGS = {"savepoints": SAVEPOINTS, "dtype": "float32", "attention": "eager"}
+LOADED = {"ok": True, "model": TINY, "savepoints": SAVEPOINTS}
 
 
 class Server:
@@ -73,38 +76,28 @@ class Server:
 
 @pytest.fixture(scope="module")
 def models_dir(tmp_path_factory):
-    """Models that may be loaded by name: two that are served, and two that cannot be."""
+    """Models that may be loaded by name: one that is served, and one that cannot be."""
     directory = tmp_path_factory.mktemp("models")
     save("tiny", directory / TINY)
-    config = BloomConfig(vocab_size=2048, hidden_size=32, n_layer=2, n_head=4)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "tests/alibi")
-    tokenizer("tiny").save_pretrained(directory / "tests/alibi")
     save("tiny", directory / "tests/broken")
     (directory / "tests/broken/model.safetensors").write_bytes(b"no weights")
     return directory
 
 
 @pytest.fixture(scope="module")
-def served_alone(served, models_dir):
-    """Runs an application without a model: `served_alone("name", option=...)` gives its server."""
-    names = []
-
-    def run(name: str, **options) -> Server:
-        given = {"model": NO_MODEL, "models_dir": str(models_dir), "num_cpus": 0.1, "threads": 1} | options
-        serve.run(build_app(Options.model_validate(given)), name=name, route_prefix=f"/{name}")
-        names.append(name)
-        return Server(f"{served.root}/{name}")
-
-    yield run
-    for name in names:
-        serve.delete(name)
+def options(models_dir):
+    """Those of the application, which starts without a model."""
+    given = {"model": NO_MODEL, "models_dir": str(models_dir), "num_cpus": 0.1, "threads": 1}
+    return Options.model_validate(given | {"allow_remote_code": True})
 
 
 @pytest.fixture(scope="module")
-def server(served_alone):
-    server = served_alone("several")
+def server(served, options):
+    serve.run(build_app(options), name=APP, route_prefix=f"/{APP}")
+    server = Server(f"{served.root}/{APP}")
     yield server
     unload_all(server)
+    serve.delete(APP)
 
 
 @pytest.fixture
@@ -116,8 +109,8 @@ def empty(server):
 
 @pytest.fixture
 def with_tiny(server):
-    """The server, with the tiny model as it is, which stays there."""
-    server.load(TINY)
+    """The server, with the tiny model with all settings, which stays there."""
+    server.load(TINY, **SETTINGS)
     return server
 
 
@@ -203,38 +196,9 @@ def fails(server: Server, body: dict, status: int, param: str | None, code: str)
     return error["message"]
 
 
-def test_a_model_with_savepoints_records_them_and_loading_it_again_loads_nothing(empty):
-    first = empty.load(TINY, savepoints=SAVEPOINTS, dtype="float32")
-    assert first["savepoints"] == SAVEPOINTS
-    created = empty.get(f"/v1/models/{TINY}").json()["created"]
-    assert empty.load(TINY, savepoints=SAVEPOINTS, dtype="float32") == first
-    assert empty.load(TINY) == first
-    assert empty.get(f"/v1/models/{TINY}").json()["created"] == created
-    answer = empty.post("/models/load", model_id=TINY, dtype="bfloat16")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "dtype")
-    assert answer.json()["error"]["code"] == "model_loaded_otherwise"
-    assert empty.get(f"/v1/models/{TINY}").json()["savepoints"] == SAVEPOINTS
-    answer = empty.say(TINY, store_activations=True).json()
-    assert set(answer["activations_meta"]["runs"][0]["points"]) == {"middle", "mixed"}
-    capture = {"points": ["middle", "layers.1.input", "mixed", "layers.0.mlp.output"], "return": "inline"}
-    points = empty.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
-    assert points["middle"]["data"] == points["layers.1.input"]["data"]
-    assert points["mixed"]["data"] == points["layers.0.mlp.output"]["data"]
-
-
-def test_a_model_loaded_with_eager_attention_shows_its_patterns(empty):
-    empty.load(TINY, attention="eager")
-    capture = {"points": ["layers.1.attention.weights"], "return": "inline"}
-    points = empty.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
-    rows = points["layers.1.attention.weights"]["data"]
-    assert [len(head) for row in rows for head in row[:1]] == list(range(1, len(rows) + 1))
-    answer = empty.post("/models/load", model_id=TINY, attention="sdpa")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "attention")
-    empty.unload(TINY)
-    fails(empty, {"model_id": TINY, "attention": "flash"}, 400, "attention", "invalid_value")
-
-
-def test_loads_of_one_model_at_once_are_one_load_and_until_then_it_is_not_served(empty, eventually):
+def test_a_load_that_failed_says_what_is_near_and_loads_at_once_of_what_is_right_are_one(empty, eventually):
+    wrong = {"model_id": TINY, "savepoints": [SAVEPOINTS[0], {"name": "b", "selector": "layers.1.outptu"}]}
+    assert "layers.1.output" in fails(empty, wrong, 400, "savepoints[1].selector", "unknown_point")
     seen = set()
 
     def serves() -> bool:
@@ -247,22 +211,40 @@ def test_loads_of_one_model_at_once_are_one_load_and_until_then_it_is_not_served
         return answer.status_code == 200
 
     with ThreadPoolExecutor(4) as pool:
-        loads = [pool.submit(empty.load, TINY, dtype="float32") for _ in range(2)]
+        loads = [pool.submit(empty.load, TINY, **SETTINGS) for _ in range(2)]
         eventually(lambda: TINY in empty.get("/health").json()["replicas"])
         loads += [pool.submit(empty.load, TINY) for _ in range(2)]  # bare ones join what is under way
         eventually(serves)
-        assert [load.result() for load in loads] == [{"ok": True, "model": TINY, "savepoints": []}] * 4
+        assert [load.result() for load in loads] == [LOADED] * 4
     assert empty.get("/health").json()["replicas"] == {TINY: {"RUNNING": 1}}
     assert len(applications()) == 1
     assert (503, "model_loading") in seen
     assert seen <= {(404, "model_not_found"), (503, "model_loading")}
 
 
-def test_a_model_that_failed_to_load_says_what_is_near_and_can_be_loaded_when_it_is_asked_for_rightly(empty):
-    wrong = {"model_id": TINY, "savepoints": [SAVEPOINTS[0], {"name": "b", "selector": "layers.1.outptu"}]}
-    assert "layers.1.output" in fails(empty, wrong, 400, "savepoints[1].selector", "unknown_point")
-    empty.load(TINY)
-    assert empty.say(TINY).status_code == 200
+def test_a_loaded_model_records_its_savepoints_and_loading_it_again_loads_nothing(with_tiny):
+    created = with_tiny.get(f"/v1/models/{TINY}").json()["created"]
+    assert with_tiny.load(TINY, savepoints=SAVEPOINTS, dtype="float32") == LOADED
+    assert with_tiny.load(TINY) == LOADED
+    assert with_tiny.get(f"/v1/models/{TINY}").json()["created"] == created
+    for name, other in (("dtype", "bfloat16"), ("attention", "sdpa")):
+        answer = with_tiny.post("/models/load", model_id=TINY, **{name: other})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (409, name)
+        assert answer.json()["error"]["code"] == "model_loaded_otherwise"
+    assert with_tiny.get(f"/v1/models/{TINY}").json()["savepoints"] == SAVEPOINTS
+    answer = with_tiny.say(TINY, store_activations=True).json()
+    assert set(answer["activations_meta"]["runs"][0]["points"]) == {"middle", "mixed"}
+    capture = {"points": ["middle", "layers.1.input", "mixed", "layers.0.mlp.output"], "return": "inline"}
+    points = with_tiny.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
+    assert points["middle"]["data"] == points["layers.1.input"]["data"]
+    assert points["mixed"]["data"] == points["layers.0.mlp.output"]["data"]
+
+
+def test_a_model_loaded_with_eager_attention_shows_its_patterns(with_tiny):
+    capture = {"points": ["layers.1.attention.weights"], "return": "inline"}
+    points = with_tiny.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
+    rows = points["layers.1.attention.weights"]["data"]
+    assert [len(head) for row in rows for head in row[:1]] == list(range(1, len(rows) + 1))
 
 
 def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_again(with_tiny, eventually):
@@ -277,7 +259,7 @@ def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_
         next(lines)
         unloads = [pool.submit(server.unload, TINY) for _ in range(2)]
         eventually(lambda: server.say(TINY).status_code, lambda status: status == 404)
-        again = pool.submit(server.load, TINY)
+        again = pool.submit(server.load, TINY, **SETTINGS)
         assert list(lines)[-1] == "[DONE]"
         for unload in unloads:
             unload.result()
@@ -285,23 +267,27 @@ def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_
     assert server.say(TINY).json()["choices"][0]["text"] == first
 
 
-def test_an_unload_past_its_limit_says_so_and_goes_on(with_tiny, eventually, monkeypatch):
+def test_an_unload_past_its_limit_says_so_and_goes_on(with_tiny, options, eventually, monkeypatch):
     body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-
-    async def unload() -> ApiError:
-        options = Options(model=NO_MODEL, request_timeout_s=0.2)
-        with pytest.raises(ApiError) as late:
-            await model_loader.Loader(options, Models(options, "several")).unload(TINY)
-        return late.value
-
     with httpx.stream("POST", f"{with_tiny.root}/v1/completions", json=body, timeout=120) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         next(lines)
         monkeypatch.setattr(model_loader, "REMOVAL_S", 0)
-        late = asyncio.run(unload())
+        late = refused(options.model_copy(update={"request_timeout_s": 0.2}), lambda loader: loader.unload(TINY))
         assert (late.status, late.code) == (504, "unload_timeout")
         assert list(lines)[-1] == "[DONE]"
     eventually(applications, lambda left: left == set())
+
+
+def refused(options: Options, ask) -> ApiError:
+    """What a loader of the application with other limits says: `ask(loader)` fails."""
+
+    async def asked() -> ApiError:
+        with pytest.raises(ApiError) as raised:
+            await ask(model_loader.Loader(options, Models(options, APP)))
+        return raised.value
+
+    return asyncio.run(asked())
 
 
 def test_what_serve_says_of_a_failure_is_told_without_its_traceback():
@@ -314,9 +300,7 @@ def test_what_serve_says_of_a_failure_is_told_without_its_traceback():
 
 
 FAILURES = [
-    ({"model_id": "nobody/nothing"}, 404, "model_id", "model_not_found"),
-    ({"model_id": "tests/alibi"}, 400, "model_id", "unsupported_model"),
-    ({"model_id": TINY, "trust_remote_code": True}, 403, "trust_remote_code", "remote_code_not_allowed"),
+    ({"model_id": TINY, "attention": "flash"}, 400, "attention", "invalid_value"),
     ({"model_id": "/etc"}, 400, "model_id", "invalid_value"),
     ({"model_id": "../tests/tiny"}, 400, "model_id", "invalid_value"),
     ({"model_id": TINY, "savepints": []}, 400, "savepints", "unknown_field"),
@@ -329,8 +313,8 @@ def test_a_load_that_fails_says_why_and_leaves_nothing(server, body, status, par
 
 
 @pytest.mark.usefixtures("empty")
-def test_a_load_fails_with_a_later_replica_as_with_the_first(served_alone, once, eventually):
-    server, model_id = served_alone("once", allow_remote_code=True), "tests/once"
+def test_a_load_fails_with_a_later_replica_as_with_the_first(server, once, eventually):
+    model_id = "tests/once"
     body = {"model_id": model_id, "num_replicas": 2, "trust_remote_code": True}
     with ThreadPoolExecutor(1) as pool:
         post = pool.submit(server.post, "/models/load", **body)
@@ -344,10 +328,10 @@ def test_a_load_fails_with_a_later_replica_as_with_the_first(served_alone, once,
 
 
 @pytest.mark.usefixtures("empty")
-def test_a_load_past_the_servers_limit_is_given_up(served_alone, eventually):
-    impatient = served_alone("impatient", load_timeout_s=0.1)
-    answer = impatient.post("/models/load", model_id=TINY)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "load_timeout")
+def test_a_load_past_the_servers_limit_is_given_up(options, eventually):
+    hurried = options.model_copy(update={"load_timeout_s": 0.1})
+    late = refused(hurried, lambda loader: loader.load(LoadRequest(model_id=TINY)))
+    assert (late.status, late.code) == (504, "load_timeout")
     eventually(applications, lambda left: left == set())
 
 
@@ -359,7 +343,6 @@ def test_the_model_that_a_server_starts_with_is_loaded_already_and_stays(served)
     assert shared.say(DEMO).status_code == 200
 
 
-def test_by_default_no_directory_is_a_model(served):
-    """`tests/serve_app` is one where the replica runs."""
-    answer = Server(served.root).post("/models/load", model_id="tests/serve_app")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+def test_by_default_no_models_own_code_is_run(served):
+    body = {"model_id": TINY, "trust_remote_code": True}
+    fails(Server(served.root), body, 403, "trust_remote_code", "remote_code_not_allowed")

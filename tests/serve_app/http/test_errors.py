@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
 import pytest
+
+from deployments.messages import Piece, Refusal
+from serve_app.answers import Answer
+from serve_app.http.errors import ApiError
 
 CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "calculator"}}
@@ -180,13 +185,18 @@ def test_the_server_goes_on_after_all_of_it(served):
     assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_request_past_the_servers_time_limit_gets_504_and_a_stream_that_has_begun_ends_with_it(another_app):
-    body = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 4000, "ignore_eos": True}
-    with another_app("hurried", "request_timeout_s=0.5", "num_cpus=0.1", "threads=1") as root:
-        whole = httpx.post(f"{root}/v1/completions", json=body, timeout=60)
-        assert whole.status_code == 504, whole.text
-        assert (whole.json()["error"]["type"], whole.json()["error"]["code"]) == ("server_error", "timeout")
-        streamed = httpx.post(f"{root}/v1/completions", json=body | {"stream": True}, timeout=60)
-        *pieces, last = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
-        assert pieces
-        assert json.loads(last) == whole.json()
+def test_a_refusal_of_a_stream_that_has_begun_is_the_streams_last_event():
+    refused = Refusal("it took too long", None, "timeout", 504)
+
+    async def gathered():
+        yield [Piece(0, "Tom")]
+        yield [refused]
+
+    async def sent() -> list[str]:
+        answer = Answer("completion", "id", "vitrine-demo", sequences=1, per_prompt=1)
+        return [event async for event in answer.stream(gathered(), [], usage=False, request_id="")]
+
+    piece, last = [json.loads(event.removeprefix("data: ")) for event in asyncio.run(sent())]
+    assert piece["choices"][0]["text"] == "Tom"
+    assert last == ApiError.of(refused).body
+    assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "timeout")

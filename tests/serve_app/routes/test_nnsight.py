@@ -11,7 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
@@ -21,8 +21,9 @@ import websocket
 from deployments.client_code.job import CLASS
 from deployments.demo_model import WEIGHTS
 from serve_app.routes.nnsight import OFF
+from tests import programs
+from tests.programs import Said
 
-CLIENT = Path(__file__).with_name("nnsight_client.py")
 DOCS = Path(__file__).parents[3] / "docs"
 ADDRESS = "http://127.0.0.1:8000"
 GUIDE = Path(__file__).with_name("nnsight_guide.py")
@@ -48,13 +49,6 @@ def python(root: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *argv], env=environment(root), capture_output=True, text=True, timeout=300)
 
 
-class Said(NamedTuple):
-    """What a program printed."""
-
-    stdout: str
-    stderr: str
-
-
 def block(*lines: str, setup: str = "", call: str = "model.trace('Ann has 3 boxes', remote=True)") -> str:
     """A client's program of one block."""
     return "\n".join(
@@ -78,17 +72,8 @@ def block(*lines: str, setup: str = "", call: str = "model.trace('Ann has 3 boxe
 @pytest.fixture(scope="module")
 def interpreter(runs_code):
     """A client's process that runs many programs."""
-    process = subprocess.Popen(
-        [sys.executable, str(CLIENT)],
-        env=environment(runs_code),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with process:
-        yield process
-        process.stdin.close()
+    with programs.interpreter(sys.executable, environment(runs_code)) as running:
+        yield running
 
 
 @pytest.fixture
@@ -99,9 +84,7 @@ def execute(interpreter, tmp_path):
     def execute(code: str) -> Said:
         program = tmp_path / f"client{next(numbers)}.py"  # nnsight reads a file once
         program.write_text(code)
-        interpreter.stdin.write(f"{program}\n")
-        interpreter.stdin.flush()
-        return Said(**json.loads(interpreter.stdout.readline()))
+        return interpreter.run(program)
 
     return execute
 

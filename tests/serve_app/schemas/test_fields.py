@@ -16,7 +16,6 @@ from openai.types.chat import completion_create_params as of_chat
 from safetensors.torch import save
 from transformers import AutoTokenizer
 
-from benchmarks.common import measured_models
 from deployments.demo_model import WEIGHTS
 from serve_app.schemas.generation import ChatRequest, CompletionRequest
 from serve_app.schemas.ignored import REFUSED_WITH_REASON
@@ -192,17 +191,13 @@ def test_a_supported_field_changes_the_answer(served, answered, route, field):
         assert content(post(served, route, with_it)) != answered(route, without)
 
 
-def test_what_a_chats_template_is_told_is_in_its_prompt(another_app, tmp_path):
-    tokenizer = measured_models.tokenizer("tiny")
-    tokenizer.chat_template = "{{ messages[0].content }} {{ tone }}"
-    tokenizer.save_pretrained(tmp_path)
-    measured_models.build("tiny").save_pretrained(tmp_path)
-    with another_app("told", f"model={tmp_path}", "model_id=vitrine-demo", "num_cpus=0.1", "threads=1") as root:
-        body = BASE["chat"] | {"max_tokens": 1, "return_token_ids": True}
-        for told in ({}, {"tone": "calm"}):
-            answer = httpx.post(f"{root}/v1/chat/completions", json=body | {"chat_template_kwargs": told}, timeout=60)
-            prompt = f"{MESSAGES[0]['content']} {told.get('tone', '')}"
-            assert tokenizer.decode(answer.json()["prompt_token_ids"]) == prompt
+def test_what_a_chats_template_is_told_is_in_its_prompt(other_template, tokenizer):
+    body = BASE["chat"] | {"max_tokens": 1, "return_token_ids": True}
+    for told in ({}, {"tone": "calm"}):
+        asked = body | {"chat_template_kwargs": told}
+        answer = httpx.post(f"{other_template}/v1/chat/completions", json=asked, timeout=60)
+        prompt = f"{MESSAGES[0]['content']} {told.get('tone', '')}"
+        assert tokenizer.decode(answer.json()["prompt_token_ids"]) == prompt
 
 
 def nullable() -> list[tuple[str, str]]:
