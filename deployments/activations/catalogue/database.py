@@ -49,7 +49,7 @@ CREATE INDEX runs_by_session ON runs (session, created, run_id, model, sample_id
 
 CREATE INDEX runs_by_time ON runs (created, run_id, model, sample_id, tags);
 
-CREATE INDEX runs_by_file ON runs (file);
+CREATE INDEX runs_by_file ON runs (file, offset);
 
 CREATE TABLE applied (name TEXT PRIMARY KEY);
 
@@ -139,7 +139,7 @@ def sealed_files(root: Path) -> dict[str, tuple[int, int]]:
         return {}
 
 
-def opened(root: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Connection:
+def opened(root: Path, fill: Callable[[Path], object] | None = None) -> sqlite3.Connection:
     """A connection that writes a directory's database; one that cannot be trusted is replaced, perhaps by `fill`."""
     path = root / NAME
     if path.is_file() and not path.is_symlink():

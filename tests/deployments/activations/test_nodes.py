@@ -21,7 +21,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import write_snapshot
-from deployments.activations.facts import Account, Note, StoreError, names_a_session
+from deployments.activations.facts import Account, StoreError, names_a_session
 from deployments.activations.files.places import place_of
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.submitting import Home
@@ -391,9 +391,9 @@ def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path
     writer = SegmentWriter(tmp_path / "other", other := Catalogue.rebuild(tmp_path / "other"))
     writer.submit(made.facts, made.batches).result()
     writer.close()
-    [(session_id, file)] = other.all_files()
-    uri = uri_of("key", "session/a.arrow")
-    catalogue.add(Note(session_id, other.of_file(file.uri), file._replace(uri=uri)))
+    [uri] = other.files("session")
+    note = other.of_file(uri)
+    catalogue.add(note._replace(file=note.file._replace(uri=uri_of("key", "session/a.arrow"))))
     catalogue.change(lambda database: database.execute("UPDATE files SET archived = 1"))
     write_snapshot(root / NAME, tmp_path / "snapshot")
     if version == "another":
@@ -407,7 +407,7 @@ def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path
     fresh = Catalogue.rebuild(tmp_path / "fresh", manifest)
     assert [run.uri for run in fresh.entries("session")] == [f"{manifest.bucket}session/a.arrow"]
     assert [run.archived for run in fresh.entries("session")] == [True]
-    assert fresh.sizes() == {"session": file.bytes}
+    assert fresh.sizes() == {"session": note.file.bytes}
     assert fresh.sessions()[0] == catalogue.sessions()[0] | {"archived": True}
     fresh.close()
     catalogue.close()
