@@ -124,11 +124,10 @@ class Archive:
         name = name_of(file.uri)
         if self._catalogue.select("SELECT 1 FROM deleted WHERE segment = ?", name):
             return True
-        found = self._catalogue.select(
-            "SELECT bytes FROM files WHERE uri = ? AND archived", self.manifest.bucket + name
-        )
+        copy = self.manifest.bucket + name
+        found = self._catalogue.select("SELECT bytes FROM files WHERE uri = ? AND archived", copy)
         if found and found[0][0] == file.bytes:
-            self.cache.move(self.manifest.bucket + name, file.uri)
+            self.cache.move(copy, file.uri)
         return bool(found)
 
     def is_archived(self, uri: str) -> bool:

@@ -18,7 +18,7 @@ from deployments.activations.catalogue.buckets import catalogue_of
 from deployments.activations.catalogue.database import LOCK, NAME, copied, in_memory, opened, read_only
 from deployments.activations.catalogue.manifest import Manifest, newest_snapshot
 from deployments.activations.catalogue.queries import Queries
-from deployments.activations.catalogue.replaying import begin_as_snapshot, catch_up
+from deployments.activations.catalogue.replaying import begin_as_snapshot, catch_up, unpacked
 from deployments.activations.catalogue.rows import forget, put, refresh
 from deployments.activations.facts import Note, StoreError, explain
 from deployments.activations.files.disk import locked
@@ -48,6 +48,7 @@ class Catalogue(Queries):
         self.remade, self.archives = 0, manifest is not None
         self.on_added: Callable[[Sequence[Note]], None] = lambda added: None
         self._lock, self._root, self._manifest = Lock(), root, manifest
+        self._fill = partial(begin_as_snapshot, manifest) if manifest else None
         self._again = math.inf  # when to scan the files again, by the monotonic clock
         self._release: Callable[[], object] = lambda: None
         self._database = database or in_memory()
@@ -63,7 +64,8 @@ class Catalogue(Queries):
             root.mkdir(parents=True, exist_ok=True)
             lock = locked(root / LOCK)  # one process at a time writes the database
             try:
-                catalogue = cls(_opened(root, manifest), root, manifest)
+                fill = partial(begin_as_snapshot, manifest) if manifest else None
+                catalogue = cls(opened(root, fill), root, manifest)
             except BaseException:
                 os.close(lock)
                 raise
@@ -89,12 +91,16 @@ class Catalogue(Queries):
         if manifest is None or root is None:
             return False
         names = manifest.names()
-        newest = newest_snapshot(names)
+        if (newest := newest_snapshot(names)) and not self.select("SELECT 1 FROM applied WHERE name = ?", newest):
+            made = unpacked(manifest, newest, root)  # another server's
+
+            def replaced(_: sqlite3.Connection) -> None:
+                (root / NAME).unlink(missing_ok=True)
+                self._make_again(root, made.rename)
+
+            self.change(replaced)
 
         def caught_up(database: sqlite3.Connection) -> bool:
-            if newest and not database.execute("SELECT 1 FROM applied WHERE name = ?", (newest,)).fetchone():
-                (root / NAME).unlink(missing_ok=True)  # another server wrote it
-                database = self._make_again(root)
             news = catch_up(database, manifest, names)
             if news:
                 self._look(database)
@@ -169,17 +175,16 @@ class Catalogue(Queries):
                     return otherwise
                 logger.error("the catalogue of %s is made again of the files: %s", root, error)
             try:
-                database = self._make_again(root)
-                self._look(database)
-                return work(database)
+                return work(self._make_again(root, self._fill))
             except (OSError, sqlite3.Error) as error:
                 raise explain(root, error) from error
 
-    def _make_again(self, root: Path) -> sqlite3.Connection:
-        """The database opened again, or a new one in its place."""
+    def _make_again(self, root: Path, fill: Callable[[Path], object] | None) -> sqlite3.Connection:
+        """The database opened again, or a new one in its place, and the files that it does not know."""
         self._database.close()
-        self._database = _opened(root, self._manifest)
+        self._database = opened(root, fill)
         self.remade += 1
+        self._look(self._database)
         return self._database
 
     def _look(self, database: sqlite3.Connection) -> None:
@@ -225,10 +230,6 @@ class SharedCatalogue(Queries):
                     _check_fault(self._database, error)
                 self._database = None
                 raise explain(self._root, error) from error
-
-
-def _opened(root: Path, manifest: Manifest | None) -> sqlite3.Connection:
-    return opened(root, partial(begin_as_snapshot, manifest) if manifest else None)
 
 
 def _code(error: sqlite3.Error) -> int:

@@ -113,22 +113,26 @@ _KEEP_ARCHIVED = (
 
 def begin_as_snapshot(manifest: Manifest, path: Path) -> None:
     """Have the newest snapshot be a new catalogue's database; one that is out of reach is logged."""
-    unpacked = path.with_name(f".new-{path.name}")
     try:
-        if (snapshot := newest_snapshot(manifest.names())) is None:
-            return
-        manifest.fetch(snapshot, unpacked)
+        if snapshot := newest_snapshot(manifest.names()):
+            unpacked(manifest, snapshot, path.parent).rename(path)
     except OSError:
         logger.exception("the manifest of %s cannot be read: only files of the disk are listed", manifest.place)
-        return
-    with closing(connected(unpacked)) as database:
-        if database.execute("PRAGMA user_version").fetchone() != (LAYOUT,):
-            unpacked = _converted(unpacked)
-    with closing(connected(unpacked)) as database, transaction(database):
+
+
+def unpacked(manifest: Manifest, snapshot: str, folder: Path) -> Path:
+    """A catalogue's database of what a snapshot says, a file in a folder that is to be renamed."""
+    made = folder / ".new-snapshot"
+    manifest.fetch(snapshot, made)
+    with closing(connected(made)) as database:
+        is_ours = database.execute("PRAGMA user_version").fetchone() == (LAYOUT,)
+    if not is_ours:
+        made = _converted(made)
+    with closing(connected(made)) as database, transaction(database):
         database.execute("UPDATE files SET uri = ? || uri", (manifest.bucket,))
-        database.execute("UPDATE origin SET inode = ?", (os.stat(unpacked).st_ino,))
+        database.execute("UPDATE origin SET inode = ?", (os.stat(made).st_ino,))
         database.executemany("INSERT INTO applied VALUES (?)", [(snapshot,), (_UNRESTORED,)])
-    unpacked.rename(path)
+    return made
 
 
 def _converted(snapshot: Path) -> Path:

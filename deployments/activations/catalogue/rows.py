@@ -70,8 +70,8 @@ def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
 def refresh(database: sqlite3.Connection, root: Path, manifest: Manifest | None = None) -> bool:
     """Bring the database up to date with the files; false if some could not be read now.
 
-    With a bucket's manifest, a file that is gone and archived is one of the bucket's from then on, and back where it is there
-    again.
+    With a bucket's manifest, a file that is gone and archived is one of the bucket's from then on, and back where it is
+    there again.
     """
     missed = list[str]()
     on_disk = "SELECT uri, bytes, modified_ns FROM files WHERE uri LIKE 'file:%'"
@@ -144,14 +144,11 @@ def _settle(database: sqlite3.Connection, file: SessionFile, manifest: Manifest)
 
 def forget(database: sqlite3.Connection, uris: Iterable[str]) -> None:
     """Forget files and the runs in them: all or nothing."""
+    these = "SELECT value FROM json_each(?)"
     with transaction(database):
-        database.execute("CREATE TEMP TABLE gone (id INTEGER PRIMARY KEY)")
-        found = "INSERT INTO gone SELECT id FROM files WHERE uri = ?"
-        database.executemany(found, [(uri,) for uri in uris])
-        sessions = "SELECT session FROM files WHERE id IN gone"
-        database.execute(f"DELETE FROM runs WHERE session IN ({sessions}) AND file IN gone")
-        database.execute("DELETE FROM files WHERE id IN gone")
-        database.execute("DROP TABLE gone")
+        listed = (json.dumps([*uris]),)
+        database.execute(f"DELETE FROM runs WHERE file IN (SELECT id FROM files WHERE uri IN ({these}))", listed)
+        database.execute(f"DELETE FROM files WHERE uri IN ({these})", listed)
 
 
 def _read(database: sqlite3.Connection, seen: SessionFile, now: int) -> None:
