@@ -6,7 +6,7 @@ import { layers, source } from "./forms.js";
 import { complete, continuing, isTooLarge, rows, rowsBody, span, stored, storedQuery, tokenized } from "./recompute.js";
 import { legend, onTheme, scale } from "./scales.js";
 import { asNumber, asText } from "./state.js";
-import { onLook } from "./tokens.js";
+import { onLook, pinning } from "./tokens.js";
 import "./code.js";
 
 const SMALL = 96; // pixels of a small picture
@@ -27,6 +27,7 @@ export function view(app) {
   let recorded = null; // a stored run `{ session, run }` in place of a text
   let pattern = null; // { first, heads, at(head, row): shares }
   let head = 0;
+  const pins = pinning(app.changed);
 
   const form = h(
     "form",
@@ -35,7 +36,7 @@ export function view(app) {
     h("div", { class: "row" }, field("Layer", layer.element), run, stop),
   );
   const element = h("section", { "aria-label": "Attention" }, form, trouble, status, shown, code);
-  from.element.addEventListener("input", () => (recorded = null));
+  from.element.addEventListener("input", () => ((recorded = null), pins.write()));
   layer.element.addEventListener("change", () => {
     app.changed();
     if (pattern) begin();
@@ -90,7 +91,7 @@ export function view(app) {
     const total = text.ids.length;
     for (let first = 0; ; first = Math.ceil((first + total) / 2)) {
       try {
-        const found = await rows(app.model(), text.ids, [point], span(first, total), signal, {}, true);
+        const found = await rows(app.model(), text.ids, [point], span(first, total), signal, undefined, true);
         return { rows: Object.values(found)[0], first };
       } catch (error) {
         if (!isTooLarge(error) || first >= total - 1) throw error;
@@ -143,6 +144,7 @@ export function view(app) {
       return said.replaceChildren(`${quoted(text.texts[at])} (${at}) looks at ${most.map((i) => `${quoted(text.texts[i])} (${i}) ${percent(shares[i])}`).join(", ")}`);
     }
     onLook(strip, (index) => index >= 0 && look(index));
+    pins.watch([strip]);
     large.addEventListener("pointermove", (event) => {
       const row = Math.floor((event.offsetY / large.clientHeight) * count);
       if (strip.pinned < 0) look(Math.max(0, Math.min(row, count - 1)) + pattern.first);
@@ -153,6 +155,7 @@ export function view(app) {
       ...[cut, h("div", { class: "heads" }, ...smalls), title, legend(ATTENTION), said, h("div", { class: "beside" }, figure, strip)].filter(Boolean),
     );
     look(text.ids.length - 1);
+    pins.restore();
   }
 
   /** A head as a picture of at most `most` squares a side: a row for each token that looks, a column for each looked at. */
@@ -185,12 +188,13 @@ export function view(app) {
     read: () => {
       const { ids, count, ...rest } = from.read();
       const whole = recorded ? { session: recorded.session, run: recorded.run } : ids ? { ids, count } : {};
-      return { ...rest, ...whole, layer: layer.element.value, head };
+      return { ...rest, ...whole, layer: layer.element.value, head, ...pins.read() };
     },
     write: (state) => {
       from.write(state);
       recorded = state.run ? { session: asText(state.session), run: asText(state.run) } : null;
       head = asNumber(state.head, 0);
+      pins.write(state);
       if (state.layer !== undefined && Number.isInteger(Number(state.layer))) layer.element.replaceChildren(h("option", { value: String(Number(state.layer)) }, `layer ${Number(state.layer)}`));
       pattern = null;
       shown.replaceChildren(empty("Press “Show the heads”."));

@@ -5,7 +5,7 @@ import { colouring } from "./colouring.js";
 import { button, check, empty, errorNote, field, h } from "./dom.js";
 import { sampling } from "./forms.js";
 import { asBool, asText } from "./state.js";
-import { details, onLook } from "./tokens.js";
+import { details, onLook, pinning } from "./tokens.js";
 import "./code.js";
 
 const LIKELIEST = 20; // tokens beside each, of which a chat may ask for so many
@@ -13,6 +13,7 @@ const LIKELIEST = 20; // tokens beside each, of which a chat may ask for so many
 export function view(app) {
   const turns = []; // { role, content, element, strip?, answer? }
   let running = null;
+  const pins = pinning(app.changed); // of the last answer: a link holds the others as texts alone
   const log = h("div", { class: "log" });
   const box = h("textarea", { id: "prompt", rows: 3, placeholder: "Ask the model something" });
   const system = h("input", { spellcheck: false });
@@ -64,6 +65,7 @@ export function view(app) {
   function renew() {
     running?.abort();
     drop(0);
+    pins.write();
     trouble.replaceChildren();
     about.replaceChildren(...details());
     welcome();
@@ -90,6 +92,7 @@ export function view(app) {
   async function submit() {
     const text = box.value;
     if (running || !text.trim()) return box.focus();
+    pins.write();
     const asked = addTurn({ role: "user", content: text });
     box.value = "";
     if (!(await answer()) && turns.at(-1) === asked) {
@@ -127,7 +130,8 @@ export function view(app) {
     strip.setAttribute("aria-label", "Tokens of the answer");
     turn.strip = strip;
     turn.answer = { ids: [], offset: 0 };
-    strip.colour(colours.atOnce(turn.answer));
+    colours.follow([[strip, turn.answer]]);
+    pins.watch([strip]);
     const thinks = h("p", { class: "wait" }, "Waiting for the model…");
     turn.element.append(thinks, strip);
     onLook(strip, (index) => look(turn, index));
@@ -208,6 +212,7 @@ export function view(app) {
         button("Answer again", again, { class: "again" }),
       ),
     );
+    pins.restore();
     colour(turn);
   }
 
@@ -252,8 +257,10 @@ export function view(app) {
       points: points.value,
       session: session.value,
       colour: colours.read(),
+      ...pins.read(),
     }),
     write: (state) => {
+      pins.write(state);
       running?.abort();
       drop(0);
       box.value = asText(state.draft);

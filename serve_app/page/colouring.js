@@ -19,8 +19,8 @@ const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm
 /**
  * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` is all token ids `ids`, and which of them
  * are the strip's: from `offset` on, or at `positions`; besides, of a stored run `run` and `isWhole`, and `readouts`,
- * which came with the answer. `scores(strip, index, text)` are the numbers for the details. Requests that it makes are
- * noted in `code`.
+ * which came with the answer, and `more`, as `rowsBody` takes it. `scores(strip, index, text)` are the numbers for the
+ * details. Requests that it makes are noted in `code`. The legend is that of the colours that are shown.
  */
 export function colouring(app, { code, stored = false, onchange }) {
   const by = choose(NAMES.map(([value, text]) => [value, text ?? value]));
@@ -39,11 +39,11 @@ export function colouring(app, { code, stored = false, onchange }) {
   const wait = h("p", { class: "wait", role: "status", hidden: true }, "Reading the values… ", button("Stop", restart));
   const forgotten = new WeakSet(); // strips that are shown no more
   const held = new Map(); // by strip, `{ found, state, title, unit, ends }`, the last of which it is painted by
-  const element = h("div", { class: "row colouring" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, wait, trouble), points);
+  const element = h("div", { class: "row colouring", role: "group", "aria-label": "Colours" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, wait, trouble), points);
   let installed = [];
   let reading = new AbortController(); // of what is read for the colours that are chosen
   let readers = 0;
-  let live = null; // while an answer comes: the scale so far, and the most that it is made for
+  let live = null; // strips that are coloured as their answers come: the scale so far, and the most that it is made for
 
   const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection", readout: by.value === "readout" });
   const chosen = () => {
@@ -67,7 +67,8 @@ export function colouring(app, { code, stored = false, onchange }) {
   }
   function begin() {
     arrange();
-    tell(by.value in OWN ? OWN[by.value][1]() : null);
+    if (by.value in OWN) tell(OWN[by.value][1]());
+    else if (!held.size && !live) tell(null);
   }
   async function know(model) {
     if (needs().direction) await fillTensors(direction);
@@ -93,9 +94,9 @@ export function colouring(app, { code, stored = false, onchange }) {
     }
     const wanted = text.positions ?? span(text.offset, text.offset + strip.tokens.length);
     if (needs().readout) return readoutOf(strip, text, wanted, model, signal, notes);
-    code.note("The colour", text.run ? storedQuery(text.run, [point.value]) : { method: "POST", path: "v1/completions", body: rowsBody(model, text.ids, [point.value], wanted) });
+    code.note("The colour", text.run ? storedQuery(text.run, [point.value]) : { method: "POST", path: "v1/completions", body: rowsBody(model, text.ids, [point.value], wanted, text.more) });
     const found = text.run ? await storedRows(text.run, point.value, signal) : null;
-    const some = found ? wanted.map((at) => found.rows[found.positions.indexOf(at)]) : Object.values(await rows(model, text.ids, [point.value], wanted, signal))[0];
+    const some = found ? wanted.map((at) => found.rows[found.positions.indexOf(at)]) : Object.values(await rows(model, text.ids, [point.value], wanted, signal, text.more))[0];
     if (by.value === "norm") return some.map((row) => (row ? norm(row) : NaN));
     const along = await vector(direction.value, signal);
     const length = norm(along);
@@ -116,8 +117,8 @@ export function colouring(app, { code, stored = false, onchange }) {
     }
     if (!some) {
       if (text.isWhole === false) throw new Error("Not all tokens of the run are stored: the readout cannot be computed now.");
-      code.note("The colour", { method: "POST", path: "v1/completions", body: scoresBody(model, text.ids, spec, wanted) });
-      some = await scores(model, text.ids, spec, wanted, signal);
+      code.note("The colour", { method: "POST", path: "v1/completions", body: scoresBody(model, text.ids, spec, wanted, text.more) });
+      some = await scores(model, text.ids, spec, wanted, signal, text.more);
       if (stored) notes.push("Computed now, with interventions left out.");
     }
     return strip.tokens.map((_, i) => valueOf(spec, some[i], column));
@@ -132,8 +133,9 @@ export function colouring(app, { code, stored = false, onchange }) {
       const model = text.run?.model ?? app.model();
       await know(model);
       const asked = JSON.stringify(read());
-      if (by.value === "none" || !strip.tokens.length || (needs().direction && !direction.value) || (needs().readout && !readout.value)) {
-        held.delete(strip);
+      if (!strip.tokens.length) return null;
+      if (by.value === "none" || (needs().direction && !direction.value) || (needs().readout && !readout.value)) {
+        release(strip);
         tell(null);
         return strip.colour(null);
       }
@@ -143,6 +145,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       if (asked !== JSON.stringify(read()) || forgotten.has(strip)) return null; // another colour, or another answer
       if (notes.length) trouble.replaceChildren(...notes);
       const { title, unit } = scaleOf(found);
+      release(strip);
       held.set(strip, { found, state: asked, title, unit: needs().readout ? unitOf(chosen().spec) : unit });
       paintAll();
     } catch (error) {
@@ -159,6 +162,11 @@ export function colouring(app, { code, stored = false, onchange }) {
     const state = JSON.stringify(read());
     const same = [...held].filter(([, one]) => one.state === state);
     if (!same.length) return;
+    const others = [...held.keys(), ...(live?.strips ?? [])].filter((strip) => held.get(strip)?.state !== state && live?.state !== state);
+    for (const strip of others) {
+      release(strip);
+      strip.colour(null); // until its values are there, too
+    }
     const of = scaleOf(same.flatMap(([, one]) => one.found));
     tell(of);
     const ends = `${of.at(0)} ${of.at(1)}`;
@@ -176,6 +184,13 @@ export function colouring(app, { code, stored = false, onchange }) {
     if (needs().readout) return fitted(chosen().spec, chosen().column, sound);
     const most = mostOf(sound);
     return scale({ title: "projection", low: -most, high: most, signed: true });
+  }
+
+  /** Takes a strip out of those that are coloured. */
+  function release(strip) {
+    held.delete(strip);
+    live?.strips.delete(strip);
+    if (!live?.strips.size) live = null;
   }
 
   by.addEventListener("change", begin);
@@ -197,9 +212,12 @@ export function colouring(app, { code, stored = false, onchange }) {
     setPoints: (found) => fill(point, found.map((name) => [name])),
     /** Forgets a strip that is not shown any more. */
     forget: (strip) => {
-      held.delete(strip);
+      release(strip);
       forgotten.add(strip);
+      begin();
     },
+    /** Whether the model has to run a stored run's tokens once more for the colour that is chosen. */
+    costs: ({ points }) => needs().readout && !(chosen().linear && COLUMN + chosen().name in points),
     /** What a request asks for, so that values of a linear readout come with its answer. */
     asked: () => (needs().readout && chosen().linear ? [chosen().name] : []),
     scores: (strip, index, text) => {
@@ -211,17 +229,16 @@ export function colouring(app, { code, stored = false, onchange }) {
       const has = !title || by.value in OWN || came.some(([name]) => name === title);
       return has ? came : [...came, [title, `${number(found[index], 4)} ${unit}`]];
     },
-    /** A colour for a token that has just come, where that takes no request of its own. */
-    atOnce: (text) => {
+    /** Colours strips as their answers come, `[strip, text]` of each, where that takes no request of its own. */
+    follow: (pairs) => {
       const own = OWN[by.value];
-      if (own) {
-        const of = own[1]();
-        return (token) => of.colour(own[0](token));
-      }
       const { name, column, linear, spec } = chosen();
-      if (!needs().readout || !linear) return null;
-      live = { most: 0, of: scoreScale(spec, column, 0), column, name, spec };
-      return (_, i) => live.of.colour(valueOf(spec, text.readouts?.[name]?.rows[i], column));
+      if (!own && !(needs().readout && linear)) return;
+      const mine = { strips: new Set(pairs.map(([strip]) => strip)), state: JSON.stringify(read()), most: 0, column, spec };
+      live = Object.assign(mine, own ? { of: own[1]() } : { of: scoreScale(spec, column, 0), name });
+      for (const [strip, text] of pairs) {
+        strip.colour((token, i) => mine.of.colour(own ? own[0](token) : valueOf(spec, text.readouts?.[name]?.rows[i], column)));
+      }
     },
     /** Takes a piece's values of readouts into the text, and colours the tokens that they are of. */
     arrived: (strip, text, came) => {
@@ -230,13 +247,13 @@ export function colouring(app, { code, stored = false, onchange }) {
         if (!generated) continue;
         const { first, index, values } = generated;
         values.forEach((row, i) => (one.rows[index?.[i] ?? first + i] = row));
-        if (live?.name !== name) continue;
+        if (!live?.strips.has(strip) || live.name !== name) continue;
         const most = mostOf(values.map((row) => valueOf(live.spec, row, live.column)));
         if (most > live.most) {
           // Room for the next ones, so that a long answer is seldom coloured as a whole.
           Object.assign(live, { most: 1.5 * most, of: scoreScale(live.spec, live.column, 1.5 * most) });
           tell(live.of);
-          strip.repaint();
+          for (const one of live.strips) one.repaint();
         } else strip.repaint(first, (index?.at(-1) ?? first + values.length - 1) + 1);
       }
     },

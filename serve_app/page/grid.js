@@ -131,8 +131,10 @@ class LensGrid extends HTMLElement {
 
   #find = (position, row) => this.#columns.get(position)?.querySelector(`[data-row="${row}"]`);
 
-  /** Chooses a cell. */
-  choose(position, row) {
+  /** Chooses a cell, and brings it into view where it `scrolls`. */
+  choose(position, row, scrolls = false) {
+    row = Math.min(row, this.#of.layers.length - 1);
+    if (scrolls) this.#go(position, row);
     this.querySelector(".chosen")?.classList.remove("chosen");
     this.#chosen = this.#at = [position, row];
     this.#find(position, row)?.classList.add("chosen");

@@ -6,7 +6,7 @@ import { source } from "./forms.js";
 import { complete, continuing, isTooLarge, lens, lensBody, tokenized } from "./recompute.js";
 import { legend, onTheme, rankScale, scale, SURE } from "./scales.js";
 import { asText } from "./state.js";
-import { answerPane, ranking } from "./tokens.js";
+import { answerPane, details, onLook, pinning, ranking } from "./tokens.js";
 import "./code.js";
 import "./grid.js";
 
@@ -22,7 +22,7 @@ const BY = {
 };
 
 export function view(app) {
-  const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: () => ((patched = null), (isStale = true), app.changed()) });
+  const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: () => ((patched = chosen = null), (isStale = true), pins.write(), app.changed()) });
   const run = h("button", { class: "main" }, "Read the layers");
   const stop = button("Stop", () => running?.abort(), { hidden: true });
   const by = choose(Object.entries(BY).map(([name, [title]]) => [name, title]));
@@ -42,6 +42,8 @@ export function view(app) {
   let wanted = [0, 0];
   let step = WINDOW;
   let patching = null;
+  let chosen = null; // the cell whose likeliest tokens are shown, as `{ position, layer }`, or that a link names
+  const pins = pinning(app.changed); // of the answers to a patch
   let patched = null; // `{ from, to }`, cells as `{ position, layer }`: the patch that is shown, or that a link names
 
   const form = h(
@@ -90,6 +92,7 @@ export function view(app) {
       if (!asked.ids && asked.max_tokens) await goOn(asked, signal);
       await open();
       app.changed();
+      if (chosen?.position < text.ids.length) grid.choose(chosen.position, chosen.layer, true);
       if ([patched?.from, patched?.to].every((cell) => cell?.position < text.ids.length)) patch(patched.from, patched.to);
     } catch (error) {
       if (!isAbort(error)) trouble.replaceChildren(errorNote(error, begin));
@@ -158,24 +161,29 @@ export function view(app) {
   grid.addEventListener("patch", ({ detail }) => patch(detail.from, detail.to));
 
   async function look({ position, layer }) {
+    chosen = { position, layer };
+    app.changed();
     const place = `layer ${layer}, behind token ${position}, ${quoted(text.texts[position])}`;
-    const { top = [], targets: [last] = [] } = at(position, layer) ?? {};
-    const list = h("div", {}, ranking(`Likeliest, ${place}`, listed(top)));
+    const list = h("div");
+    const fillIn = ({ top, targets: [last] = [] }) => {
+      list.replaceChildren(ranking(`Likeliest, ${place}`, listed(top), last?.token));
+      if (last) list.append(h("p", {}, `The last layer says ${quoted(last.token)}: here that has rank ${last.rank}, with ${percent(Math.exp(last.logprob))}.`));
+    };
+    if (at(position, layer)) fillIn(at(position, layer));
     const target = choose(text.texts.map((one, at) => [at, `${at}: ${named(one)}`]).filter(([at]) => at !== position), { id: "patch-target" });
     const apply = button("Patch it there", () => patch({ position, layer }, { position: Number(target.value), layer }));
     const parts = [
       h("h2", {}, `Layer ${layer}`),
       list,
-      last ? h("p", {}, `The last layer says ${quoted(last.token)}: here that has rank ${last.rank}, with ${percent(Math.exp(last.logprob))}.`) : null,
       h("h3", {}, "Patch"),
       h("p", {}, "Put this layer’s output at this token in the place of another token’s:"),
       h("div", { class: "row" }, h("label", { for: target.id }, "Token"), target, apply),
     ];
-    about.replaceChildren(...parts.filter(Boolean));
+    about.replaceChildren(...parts);
     const body = lensBody(app.model(), text.ids, position, position + 1, LONG, [layer]);
     try {
       const [one] = await lens(body);
-      list.replaceChildren(ranking(`Likeliest, ${place}`, listed(one.layers[0].top), last?.token));
+      fillIn(one.layers[0]);
       code.note("The cell", { method: "POST", path: "v1/completions", body });
     } catch (error) {
       list.append(errorNote(error));
@@ -195,7 +203,12 @@ export function view(app) {
     const point = (layer) => `layers.${layer}.output`;
     const title = `Layer ${source.layer} at ${quoted(text.texts[source.position])} (${source.position}) in the place of layer ${target.layer} at ${quoted(text.texts[target.position])} (${target.position})`;
     const prompt = text.ids.slice(0, Math.max(text.count, target.position + 1));
-    const strips = ["As it was", "Patched"].map((name) => answerPane(name, about, "h3"));
+    const strips = ["As it was", "Patched"].map((name) => answerPane(name, "h3"));
+    for (const [, strip] of strips) {
+      strip.colour((token) => SURE.colour(Math.exp(token.logprob)));
+      onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], prompt.length + index)));
+    }
+    pins.watch(strips.map(([, strip]) => strip));
     result.replaceChildren(h("h2", {}, title), legend(SURE), h("div", { class: "pair" }, ...strips.map(([made]) => made)), button("Stop", () => patching.abort()));
     result.scrollIntoView({ block: "nearest" });
     try {
@@ -215,6 +228,7 @@ export function view(app) {
       code.note("The patched answer", { method: "POST", path: "v1/completions", body: bodies[1] });
       await Promise.all(bodies.map((body, i) => complete(body, (tokens) => strips[i][1].add(tokens), signal)));
       compare(...strips.map(([, strip]) => strip));
+      pins.restore();
     } catch (error) {
       if (!isAbort(error)) result.append(errorNote(error, () => patch(source, target)));
     } finally {
@@ -233,7 +247,7 @@ export function view(app) {
     read: () => {
       const { ids, count, ...rest } = from.read();
       const whole = text && !isStale ? { ids: text.ids, count: text.count } : ids ? { ids, count } : {};
-      return { ...rest, ...whole, by: by.value, ...(patched ? { patch: patched } : {}) };
+      return { ...rest, ...whole, by: by.value, ...(chosen ? { cell: chosen } : {}), ...(patched ? { patch: patched } : {}), ...pins.read() };
     },
     write: (state) => {
       patching?.abort();
@@ -241,6 +255,8 @@ export function view(app) {
       if (Object.hasOwn(BY, asText(state.by))) by.value = state.by;
       colour = colours();
       text = null;
+      chosen = isCell(state.cell) ? state.cell : null;
+      pins.write(state);
       patched = [state.patch?.from, state.patch?.to].every(isCell) ? state.patch : null;
       held.replaceChildren(empty("Press “Read the layers”."));
       result.replaceChildren();

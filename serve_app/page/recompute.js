@@ -30,12 +30,12 @@ export const continuing = (model, ids, { max_tokens, temperature, top_p, seed },
   ...more,
 });
 
-/** Streams a completion; `ontokens(tokens)` hears of each piece. Gives the last choice, with `norms` and the like. */
+/** Streams a completion; `ontokens(tokens, choice)` hears of each piece. Gives the last choice, with `norms` and the like. */
 export async function complete(body, ontokens, signal) {
   let last = {};
   for await (const event of stream("v1/completions", body, signal)) {
     for (const choice of event.choices) {
-      ontokens(ofCompletion(choice));
+      ontokens(ofCompletion(choice), choice);
       if (choice.finish_reason) last = choice;
     }
   }
@@ -75,13 +75,26 @@ export async function lens(body, signal) {
   return answer.choices[0].logit_lens.prompt ?? [];
 }
 
-/** The request for rows of a point at some positions, in the answer itself. */
-export const rowsBody = (model, ids, points, positions, more = {}) => ({
+/**
+ * Interventions of an answer behind `offset` tokens, for a request whose prompt is the first `end` of its text: what
+ * they choose by name, as positions.
+ */
+export const again = (interventions, offset) => (end) => ({
+  interventions: interventions.map((one) => ({ ...one, tokens: placed(one.tokens, offset, end) })),
+});
+
+const placed = (tokens, offset, end) => ({ all: "all", prompt: { from: 0, to: offset }, prompt_last: { from: offset - 1, to: offset }, generated: { from: offset, to: end } })[tokens];
+
+const nothing = () => ({});
+const upTo = (ids, positions) => ids.slice(0, Math.max(...positions) + 1);
+
+/** The request for rows of a point at some positions, in the answer itself; `more(end)` gives it fields for its `end` tokens. */
+export const rowsBody = (model, ids, points, positions, more = nothing) => ({
   model,
-  prompt: ids.slice(0, Math.max(...positions) + 1),
+  prompt: upTo(ids, positions),
   max_tokens: 0,
   capture: { points, tokens: { positions }, mode: "trace", return: "inline", dtype: "float32" },
-  ...more,
+  ...more(upTo(ids, positions).length),
 });
 
 /** Rows of points, by the point's name; unless it is to be one, each request takes as many positions as the server lets it. */
@@ -94,19 +107,20 @@ export async function rows(model, ids, points, positions, signal, more, isOne = 
   return found;
 }
 
-/** The request for a readout's values at some positions. */
-export const scoresBody = (model, ids, { name, kind, values }, positions) => ({
+/** The request for a readout's values at some positions; `more` as in `rowsBody`. */
+export const scoresBody = (model, ids, { name, kind, values }, positions, more = nothing) => ({
   model,
-  prompt: ids.slice(0, Math.max(...positions) + 1),
+  prompt: upTo(ids, positions),
   max_tokens: 0,
   readouts: [{ name, tokens: { positions }, ...(kind === "sae" ? { top_k: Math.min(values, MOST_FEATURES) } : {}) }],
+  ...more(upTo(ids, positions).length),
 });
 
 /** A readout's values at some positions: of each a list, or of an autoencoder `[{ feature, value }]`, the largest first. */
-export async function scores(model, ids, readout, positions, signal) {
+export async function scores(model, ids, readout, positions, signal, more) {
   const found = [];
   await inParts(positions, false, async (some) => {
-    const answer = await post("v1/completions", scoresBody(model, ids, readout, some), signal);
+    const answer = await post("v1/completions", scoresBody(model, ids, readout, some, more), signal);
     found.push(...answer.choices[0].readouts[readout.name].prompt.values);
   });
   return found;

@@ -9,11 +9,10 @@ import { complete, rowsBody, storedTokens, tokenized } from "./recompute.js";
 import { onTheme } from "./scales.js";
 import { COLUMN } from "./scores.js";
 import { asText } from "./state.js";
-import { details, onLook } from "./tokens.js";
+import { details, onLook, pinning } from "./tokens.js";
 import "./code.js";
 
 const SHOWN = 50; // sessions or runs of a page
-const STORED = new Set(["norm", "projection"]); // colours that are read from a run
 const PATTERN = ".attention.weights";
 
 export function view(app) {
@@ -43,6 +42,7 @@ export function view(app) {
   let colour = {}; // of the run that is open
   let loaded = false;
   let reading = null;
+  const pins = pinning(app.changed); // of the run that is open
   let repaint = () => {}; // what is open, after a change between dark and light
   onTheme(() => repaint());
 
@@ -117,7 +117,7 @@ export function view(app) {
     const row = (one) => {
       const box = h("input", { type: "checkbox", "aria-label": `Compare ${one.run_id}`, onchange: () => (compare.disabled = [...boxes.values()].filter(({ checked }) => checked).length !== 2) });
       boxes.set(one.run_id, box);
-      return [box, button(one.run_id, () => openRun(one.run_id), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), tagsOf(one), one.finish_reason ?? ""];
+      return [box, button(one.run_id, () => (pins.write(), openRun(one.run_id)), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), h("span", { class: "words" }, tagsOf(one)), one.finish_reason ?? ""];
     };
     const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
     listed = session;
@@ -170,12 +170,14 @@ export function view(app) {
     const strip = document.createElement("token-strip");
     strip.setAttribute("aria-label", "Tokens of the run");
     strip.set(tokens);
+    pins.watch([strip]);
     const about = h("aside", { "aria-label": "Token" }, ...details());
     const colours = colouring(app, { code, stored: true, onchange: () => ((colour = colours.read()), app.changed(), recolour()) });
     colours.setPoints(names.filter((name) => !name.endsWith(PATTERN) && !name.startsWith(COLUMN)));
     colours.write(colour);
     const extra = h("div");
-    const recolour = () => colours.apply(strip, { ids, run: facts, positions: of.positions, isWhole: of.isWhole });
+    const later = h("div"); // a colour that is not computed by itself
+    const recolour = () => (later.replaceChildren(), colours.apply(strip, { ids, run: facts, positions: of.positions, isWhole: of.isWhole }));
     onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], of.positions[index] ?? "", colours.scores(strip, index))));
     const tags = tagsOf(facts);
     const shapes = names.map((name) => [name, `[${facts.points[name].shape.map((one) => one ?? "…").join(", ")}]`, facts.points[name].dtype]);
@@ -184,11 +186,13 @@ export function view(app) {
       h("p", { class: "from" }, `${facts.model}, ${time(facts.created)}, ${facts.prompt_tokens} + ${facts.tokens - facts.prompt_tokens} tokens${tags ? `, ${tags}` : ""}${of.isWhole ? "" : `; ${tokens.length} of them are stored`}`),
       of.served ? null : empty(`The model ${facts.model} is not served now, so that tokens show as their ids.`),
       h("p", { class: "row" }, ...downloads(session, facts.run_id, failed), button("Close", close)),
-      h("div", { class: "split" }, h("div", {}, colours.element, strip, extra, more(of, strip, extra, recolour)), about),
+      h("div", { class: "split" }, h("div", {}, colours.element, later, strip, extra, more(of, strip, extra, recolour)), about),
       h("details", {}, h("summary", {}, `Points: ${names.length}`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
     ];
     opened.replaceChildren(...parts.filter(Boolean));
-    if (STORED.has(colour.by)) recolour(); // others would have the model work
+    pins.restore();
+    if (!colours.costs(facts)) recolour();
+    else later.replaceChildren(missing("This colour is not stored with the run.", isAble(of), "Compute it now", recolour));
   }
 
   /** The other views of a run: from what is stored, or by the request that would record it. */
@@ -196,7 +200,7 @@ export function view(app) {
     const { facts, names, ids } = of;
     const patterns = names.filter((name) => name.endsWith(PATTERN));
     const state = { ids, count: facts.prompt_tokens };
-    const able = of.isWhole && of.served && app.model() === facts.model;
+    const able = isAble(of);
     const why = able ? "" : of.isWhole ? `Choose the model ${facts.model} to ask it again.` : "Not all tokens are stored: the run cannot be asked again.";
     const parts = [h("h3", {}, "Look further")];
     if (patterns.length) {
@@ -215,6 +219,7 @@ export function view(app) {
     return h("div", {}, ...parts, why ? h("p", { class: "from" }, why) : null);
   }
 
+  const isAble = ({ facts, isWhole, served }) => isWhole && served && app.model() === facts.model; // to ask its model again
   const missing = (text, able, title, act) => h("p", { class: "row" }, h("span", {}, text), button(title, act, { disabled: !able }));
 
   async function rescore(body, strip, extra, recolour) {
@@ -224,6 +229,7 @@ export function view(app) {
       await complete(body, (tokens) => scored.push(...tokens));
       strip.set(strip.tokens.map((token, i) => ({ ...token, logprob: scored[i]?.logprob, top: scored[i]?.top })));
       extra.replaceChildren(h("p", { class: "from" }, "Scored now, with interventions left out: tokens have probabilities to look at and to colour by."));
+      pins.restore();
       recolour();
     } catch (error) {
       extra.replaceChildren(errorNote(error, () => rescore(body, strip, extra, recolour)));
@@ -239,10 +245,11 @@ export function view(app) {
       await list();
       return wanted[0] ? openRun(...wanted) : null;
     },
-    read: () => ({ session, run, other, colour, ...Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
+    read: () => ({ session, run, other, colour, ...pins.read(), ...Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
     write: (state) => {
       for (const [name, input] of Object.entries(filters)) if (name !== "model" || !session) input.value = name === "model" ? "" : asText(state[name]);
       colour = state.colour ?? {};
+      pins.write(state);
       [session, run, other] = [state.session, state.run, state.other].map((one) => asText(one));
       loaded = false;
     },

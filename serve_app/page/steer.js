@@ -1,14 +1,14 @@
 // Steering: the same answer with and without a direction added, side by side.
 
 import { isAbort, post } from "./api.js";
+import { colouring } from "./colouring.js";
 import { button, choose, empty, errorNote, field, fill, h, number, percent } from "./dom.js";
 import { fillTensors, layers, source } from "./forms.js";
-import { complete, continuing, directionOf, readouts, rows, tokenized, vector } from "./recompute.js";
-import { legend, SURE } from "./scales.js";
+import { again, complete, continuing, directionOf, readouts, rows, tokenized, vector } from "./recompute.js";
 import { columns } from "./scores.js";
 import { asNumber, asText } from "./state.js";
 import { norm } from "./tensors.js";
-import { answerPane, details } from "./tokens.js";
+import { answerPane, details, onLook, pinning } from "./tokens.js";
 import "./code.js";
 
 const KINDS = [["prompts", "difference of two prompts"], ["probe", "a probe"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
@@ -37,8 +37,11 @@ export function view(app) {
   const result = h("div", {}, empty("Give a prompt, and a direction: two short texts that differ in what you want to add, or what is on the server. Both answers begin from one seed."));
   const about = h("aside", { "aria-label": "Token" }, ...details());
   const code = document.createElement("request-code");
+  const colours = colouring(app, { code, onchange: () => (recolour(), app.changed()) });
+  const pins = pinning(app.changed);
   let running = null;
   let report = null;
+  let answers = []; // `{ strip, text }` of the default and the steered one
   let installed = []; // readouts of the model
 
   const byPrompts = h("div", { class: "fields" }, field("Toward", toward), field("Away from", away));
@@ -55,7 +58,7 @@ export function view(app) {
     h("div", { class: "fields" }, where, field("Which tokens", tokens), howMuch),
     h("div", { class: "row" }, run, stop),
   );
-  const element = h("div", { class: "split" }, h("section", { "aria-label": "Steer" }, form, trouble, result, code), about);
+  const element = h("div", { class: "split" }, h("section", { "aria-label": "Steer" }, form, colours.element, trouble, result, code), about);
 
   strength.setAttribute("aria-label", "Strength");
   strength.addEventListener("input", () => (shown.textContent = strength.valueAsNumber.toFixed(2)));
@@ -144,24 +147,53 @@ export function view(app) {
     const asked = from.asked();
     trouble.replaceChildren();
     [run.disabled, stop.hidden] = [true, false];
-    const panes = ["Default", "Steered"].map((name) => answerPane(name, about));
+    const panes = ["Default", "Steered"].map((name) => answerPane(name));
     report = h("p", { class: "from", role: "status" }, "Making the direction…");
-    result.replaceChildren(legend(SURE), h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
+    result.replaceChildren(h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
+    for (const { strip } of answers) colours.forget(strip);
+    const mine = (answers = panes.map(([, strip]) => ({ strip, text: { ids: [], offset: 0 } })));
+    for (const one of mine) onLook(one.strip, (index) => look(one, index));
+    pins.watch(mine.map(({ strip }) => strip));
     try {
       const interventions = await direction(signal);
       const { ids } = await tokenized(app.model(), asked, signal);
       report.textContent = "";
-      const bodies = [continuing(app.model(), ids, asked), continuing(app.model(), ids, asked, { interventions, report: true })];
+      const live = colours.asked().length ? { readouts: colours.asked() } : {};
+      const bodies = [live, { ...live, interventions, report: true }].map((more) => continuing(app.model(), ids, asked, more));
+      for (const { text } of mine) Object.assign(text, { ids: [...ids], offset: ids.length });
+      mine[1].text.more = again(interventions, ids.length);
+      colours.follow(mine.map(({ strip, text }) => [strip, text]));
       code.note("Default", { method: "POST", path: "v1/completions", body: bodies[0] });
       code.note("Steered", { method: "POST", path: "v1/completions", body: bodies[1] });
-      const ends = await Promise.all(bodies.map((body, i) => complete(body, (some) => panes[i][1].add(some), signal)));
+      const ends = await Promise.all(bodies.map((body, i) => complete(body, (some, choice) => take(mine[i], some, choice), signal)));
       tell(ends[1]);
     } catch (error) {
+      if (mine !== answers) return;
       report.textContent = "";
       if (!isAbort(error)) trouble.replaceChildren(errorNote(error, begin));
     } finally {
-      [run.disabled, stop.hidden] = [false, true];
+      if (mine === answers) {
+        [run.disabled, stop.hidden] = [false, true];
+        pins.restore();
+        recolour();
+      }
     }
+  }
+
+  function take({ strip, text }, tokens, { readouts: came }) {
+    text.ids.push(...tokens.map(({ id }) => id));
+    strip.add(tokens);
+    if (came) colours.arrived(strip, text, came);
+  }
+
+  async function recolour() {
+    colours.prepare();
+    await Promise.all(answers.map(({ strip, text }) => colours.apply(strip, text)));
+    for (const one of answers) if (one.strip.pinned >= 0) look(one, one.strip.pinned);
+  }
+
+  function look({ strip, text }, index) {
+    about.replaceChildren(...details(strip.tokens[index], text.offset + index, colours.scores(strip, index, text)));
   }
 
   /** By how much: the operations' unit and what they did, as the server reports it. */
@@ -178,11 +210,13 @@ export function view(app) {
   return {
     element,
     ready: async () => {
-      await layer.know(app, trouble);
+      await Promise.all([layer.know(app, trouble), colours.prepare()]);
       arrange();
     },
     read: () => ({
       ...from.read(),
+      ...pins.read(),
+      colour: colours.read(),
       kind: kind.value,
       toward: toward.value,
       away: away.value,
@@ -197,6 +231,8 @@ export function view(app) {
     }),
     write: (state) => {
       if ("text" in state || state.ids) from.write(state); // another view gives a feature alone: what was typed stays
+      pins.write(state);
+      if (state.colour) colours.write(state.colour);
       if (KINDS.some(([name]) => name === state.kind)) kind.value = state.kind;
       toward.value = asText(state.toward, toward.value);
       away.value = asText(state.away, away.value);

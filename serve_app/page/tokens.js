@@ -1,7 +1,8 @@
 // `<token-strip>`: an answer as its tokens, each of which can be looked at and pinned.
 
 import { h, named, newId, perFrame, percent, visible } from "./dom.js";
-import { onTheme, paint, SURE } from "./scales.js";
+import { onTheme, paint } from "./scales.js";
+import { asNumber } from "./state.js";
 
 const BLOCK = 200; // tokens of a block without a new line; as many again where no token begins with a space
 
@@ -158,13 +159,32 @@ class TokenStrip extends HTMLElement {
 
 customElements.define("token-strip", TokenStrip);
 
-/** A named section with an answer to come, coloured by probability, whose tokens are shown in `about`: `[section, strip]`. */
-export function answerPane(name, about, heading = "h2") {
+/** A named section with an answer to come: `[section, strip]`. */
+export function answerPane(name, heading = "h2") {
   const strip = document.createElement("token-strip");
   strip.setAttribute("aria-label", `${name}: tokens of the answer`);
-  strip.colour((token) => SURE.colour(Math.exp(token.logprob)));
-  onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], index)));
   return [h("section", { "aria-label": name }, h(heading, {}, name), strip), strip];
+}
+
+/** Which tokens of a view's strips are pinned, in the strips' order, as a link holds it; `onchange` hears of another one. */
+export function pinning(onchange) {
+  let pinned = [];
+  let shown = [];
+  return {
+    /** Takes these strips in place of others. */
+    watch: (strips) => {
+      shown = strips;
+      strips.forEach((strip, i) => strip.addEventListener("pin", ({ detail }) => {
+        if (shown[i] !== strip) return;
+        pinned[i] = detail.index;
+        onchange();
+      }));
+    },
+    /** Pins what is to be pinned and is there. */
+    restore: () => shown.forEach((strip, i) => pinned[i] in strip.tokens && pinned[i] !== strip.pinned && strip.pin(pinned[i])),
+    read: () => (pinned.some((index) => index >= 0) ? { pinned: Array.from(pinned, (index) => index ?? -1) } : {}),
+    write: (state = {}) => (pinned = Array.isArray(state.pinned) ? state.pinned.slice(0, 2).map((index) => asNumber(index, -1)) : []),
+  };
 }
 
 /** Calls `act(index)` with the token that is looked at, and with the pinned one as long as there is one. */

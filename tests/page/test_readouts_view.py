@@ -86,6 +86,12 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
         expect(page.locator("main .legend")).to_contain_text(readout.partition("/")[0])
         expect(page.get_by_text("Computed now, with interventions left out")).to_have_count(computed)
         assert tokens.first.evaluate("one => one.style.backgroundColor")
+        page.get_by_role("button", name="Copy link").click()
+        other = opened(page.url[page.url.index("#") :])
+        if computed:  # no link has the model work
+            other.locator("p", has_text="This colour is not stored").get_by_role("button").click()
+        expect(other.locator("main .legend")).to_contain_text(readout.partition("/")[0])
+        expect(other.locator("token-strip [role=option]").first).to_have_attribute("style", re.compile("background"))
 
 
 def test_stopping_a_search_keeps_what_was_found_and_asks_for_no_more(opened, installed):
@@ -169,7 +175,7 @@ def test_a_feature_of_an_autoencoder_steers_and_the_report_says_by_how_much(open
     page.get_by_label("Feature", exact=True).fill("7")
     page.get_by_role("button", name="Steer with the feature").click()
     expect(page.get_by_label("Autoencoder")).to_have_value("page-sae")
-    expect(page.get_by_label("Feature", exact=True)).to_have_value("7")
+    expect(page.locator("fieldset").get_by_label("Feature", exact=True)).to_have_value("7")
     page.get_by_label("Added to its value").fill("600")
     page.get_by_label("Prompt").fill("Tom has 3 boxes")
     page.get_by_text("Answer and sampling").click()
@@ -197,9 +203,48 @@ def test_a_probe_steers_in_the_direction_in_which_its_value_grows(opened, served
     page.get_by_label("Most new tokens").fill("8")
     with page.expect_request(lambda request: "interventions" in (request.post_data or "")) as asked:
         page.get_by_role("button", name="Answer with and without").click()
+    told = page.get_by_text(re.compile(f"Added a vector of length .* at {POINT}"))
+    expect(told).to_be_visible(timeout=ANSWERED)
     (change,) = asked.value.post_data_json["interventions"]
     weight = load(httpx.get(f"{served.base_url}/readouts/page-probe/file", timeout=60).content)["weight"]
     assert (change["point"], change["unit"], change["scale"]) == (POINT, "residual_norm", 2)
     assert change["vector"] == pytest.approx(weight[1].tolist())
-    expect(page.get_by_text(re.compile(f"Added a vector of length .* at {POINT}"))).to_be_visible(timeout=ANSWERED)
     assert answered(page, "Default") != answered(page, "Steered")
+
+
+def test_both_answers_of_steering_are_coloured_by_a_readout_of_each(opened, served, installed):
+    page = opened("#steer")
+    requests: list[dict] = []
+    page.on("request", lambda one: one.url.endswith("/completions") and requests.append(one.post_data_json))
+    page.get_by_label("Prompt").fill("Tom has 3 boxes")
+    page.get_by_label("Strength").fill("0.3")
+    page.get_by_text("Answer and sampling").click()
+    page.get_by_label("Most new tokens").fill("8")
+    page.get_by_label("Colour by").select_option("readout")
+    colours = page.get_by_role("group", name="Colours")
+    colours.get_by_label("Readout").select_option("page-probe/0")
+    page.get_by_role("button", name="Answer with and without").click()
+    expect(page.get_by_text(re.compile("Added a vector of length"))).to_be_visible(timeout=ANSWERED)
+    expect(colours.locator(".legend")).to_contain_text("page-probe: sum (probability)")
+    answers = [one for one in requests if one["max_tokens"]]  # whose values came with them
+    assert [one["readouts"] for one in answers] == [["page-probe"], ["page-probe"]]
+    about = page.get_by_role("complementary", name="Token")
+    for name, asked in zip(("Default", "Steered"), answers, strict=True):
+        tokens = page.get_by_role("listbox", name=f"{name}: tokens of the answer").get_by_role("option")
+        body = asked | {"stream": False}
+        answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()
+        (value, _), *_ = answer["choices"][0]["readouts"]["page-probe"]["generated"]["values"]
+        tokens.first.hover()
+        expect(about).to_contain_text(f"page-probe: sum{float(f'{value:.4g}')} probability")
+        assert tokens.first.evaluate("one => one.style.backgroundColor")
+
+    requests.clear()
+    colours.get_by_label("Readout").select_option("page-sae")
+    expect(colours.locator(".legend")).to_contain_text("feature 0 of page-sae", timeout=ANSWERED)
+    expect(page.get_by_text("Reading the values")).to_be_hidden()
+    (again,) = (one for one in requests if "interventions" in one)  # the steered answer once more, with its change
+    offset = len(answers[1]["prompt"])
+    assert again["interventions"][0]["tokens"] == {"from": offset, "to": len(again["prompt"])}
+    body = again | {"readouts": [{"name": "page-probe", "tokens": again["readouts"][0]["tokens"]}]}
+    answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["readouts"]["page-probe"]["prompt"]["values"][0][0] == pytest.approx(value, rel=1e-3)

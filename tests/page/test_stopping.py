@@ -92,11 +92,17 @@ def test_stop_frees_the_slots_of_a_view(opened, statistics, eventually, view):
     page.route(re.compile("/v1/(chat/)?completions"), without_end)
     begin(page, view)
     running(SLOTS[view], 60)
+    token = page.locator("token-strip [role=option]").first
+    if view in ("chat", "patch", "steer"):
+        expect(token).to_be_visible()
     stop = page.get_by_role("button", name="Stop")
     stop.click()
     running(0, WITHIN_S)
     expect(stop).to_be_hidden()
     assert page.locator(".error").count() == 0
+    if view in ("chat", "patch", "steer"):  # what came stays coloured, with the legend of its colours
+        expect(token).to_have_attribute("style", re.compile("background"))
+        expect(page.locator("main .legend").last).to_contain_text("probability")
 
 
 def test_stopping_what_is_read_for_a_colour_leaves_the_answer_as_it_is(opened):
@@ -111,6 +117,7 @@ def test_stopping_what_is_read_for_a_colour_leaves_the_answer_as_it_is(opened):
         page.get_by_role("button", name="Stop").click()
     assert ended.value.failure == "net::ERR_ABORTED"
     expect(page.get_by_text("Reading the values")).to_be_hidden()
+    expect(page.locator("main .legend")).to_contain_text("probability")  # of the colours that are still there
     page.get_by_label("Colour by").select_option("entropy")
     expect(page.locator("main .legend")).to_contain_text("bits")
 

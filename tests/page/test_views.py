@@ -30,6 +30,12 @@ def options(page: Page, name: str = "Tokens of the answer"):
     return page.get_by_role("listbox", name=name).last.get_by_role("option")
 
 
+def link(page: Page) -> str:
+    """The fragment of the link to what a page shows."""
+    page.get_by_role("button", name="Copy link").click()
+    return page.url[page.url.index("#") :]
+
+
 def code(page: Page, name: str, form: str = "as Python") -> str:
     """A request of the view as code."""
     page.get_by_text("The requests as Python and curl").click()
@@ -110,19 +116,41 @@ def test_a_patch_needs_no_mouse(opened):
     expect(page.locator(".patched [role=status]")).to_contain_text("answer", timeout=ANSWERED)
 
 
-def test_a_link_holds_a_patch(opened):
+def test_a_link_holds_a_cell_and_a_patch_with_a_pinned_token(opened):
     page = opened("#lens")
     page.get_by_label("Text").fill(PROMPT)
     page.get_by_role("button", name="Read the layers").click()
+    page.locator("[aria-rowindex='3']").get_by_role("gridcell").nth(2).click()
     page.get_by_role("gridcell").last.drag_to(page.get_by_role("gridcell").nth(1))
     said = page.locator(".patched [role=status]")
     expect(said).to_contain_text("answer", timeout=ANSWERED)
-    page.get_by_role("button", name="Copy link").click()
-    other = opened(page.url[page.url.index("#") :])
+    options(page, "Patched: tokens").first.click()
+    other = opened(link(page))
     expect(other.get_by_text("Press “Read the layers”")).to_be_visible()
     other.get_by_role("button", name="Read the layers").click()
     expect(other.locator(".patched [role=status]")).to_have_text(said.text_content(), timeout=ANSWERED)
     assert other.locator(".patched h2").text_content() == page.locator(".patched h2").text_content()
+    expect(options(other, "Patched: tokens").first).to_have_attribute("aria-selected", "true")
+    assert other.locator(".chosen").get_attribute("id").endswith("-2-2")
+
+
+@pytest.mark.parametrize("view", ["chat", "steer", "attention"])
+def test_a_link_holds_which_token_is_pinned(opened, view):
+    label, press, name = {
+        "chat": ("Message", "Send", "Tokens of the answer"),
+        "steer": ("Prompt", "Answer with and without", "Steered: tokens"),
+        "attention": ("Text", "Show the heads", "Tokens; the one you look at"),
+    }[view]
+    page = opened(f"#{view}")
+    page.get_by_label(label, exact=True).fill(QUESTION)
+    page.get_by_role("button", name=press).click()
+    options(page, name).nth(2).click()
+    shown = page.locator("aside, .from[role=status]").last
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden(timeout=ANSWERED)
+    other = opened(link(page))
+    other.get_by_role("button", name="Answer again" if view == "chat" else press).click()
+    expect(options(other, name).nth(2)).to_have_attribute("aria-selected", "true", timeout=ANSWERED)
+    expect(other.locator("aside, .from[role=status]").last).to_have_text(shown.text_content())
 
 
 def test_going_back_finds_a_chat_with_its_tokens(opened):
@@ -152,8 +180,7 @@ def test_ids_of_a_text_that_was_typed_over_are_in_no_link(opened):
     page.get_by_role("button", name="Read the layers").click()
     expect(page.get_by_role("gridcell").last).to_be_visible(timeout=ANSWERED)
     page.get_by_label("Text").fill("Ann reads.")
-    page.get_by_role("button", name="Copy link").click()
-    other = opened(page.url[page.url.index("#") :])
+    other = opened(link(page))
     other.get_by_role("button", name="Read the layers").click()
     expect(other.get_by_role("rowheader").first).to_be_visible(timeout=ANSWERED)
     assert not any("Tom" in text for text in other.get_by_role("rowheader").all_text_contents())
@@ -264,9 +291,10 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
     expect(page.get_by_text("Scored now")).to_be_visible()
     expect(strip.last).to_have_attribute("style", re.compile("background"))
     colour.select_option("norm")
-    page.get_by_role("button", name="Copy link").click()
-    other = opened(page.url[page.url.index("#") :])
+    strip.nth(2).click()
+    other = opened(link(page))
     expect(options(other, "Tokens of the run").last).to_have_attribute("style", re.compile("background"))
+    expect(options(other, "Tokens of the run").nth(2)).to_have_attribute("aria-selected", "true")
     page.get_by_role("button", name="Attention, as stored").click()
     expect(page.get_by_role("heading", name="Layer 1, head 0")).to_be_visible()
     subprocess.run([sys.executable, "-c", code(page, "The stored pattern")], cwd=tmp_path, check=True, timeout=60)
@@ -351,11 +379,11 @@ def test_a_link_opens_a_view_as_it_was_and_asks_the_model_nothing(opened, served
         page.get_by_text("Filters").click()
     expect(page.locator("#model option")).to_have_count(1)
     page.get_by_label(label, exact=True).fill("é 北京 “pens”")
-    page.get_by_role("button", name="Copy link").click()
+    fragment = link(page)
     other = opened()
     asked: list[str] = []
     other.on("request", lambda request: asked.append(f"{request.method} {request.url}"))
-    other.goto(page.url)
+    other.goto(f"{served.root}/{fragment}")
     expect(other.get_by_label(label, exact=True)).to_have_value("é 北京 “pens”")
     assert not [one for one in asked if one.startswith("POST")]
 
