@@ -7,6 +7,7 @@ owner during a query, so its record is compared before and after.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from deployments.errors import RequestError
 from deployments.points.token_choices import TokenChoice
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
+    from deployments.activations.facts import Entry
     from deployments.activations.state.owners import Record
 
 _T = TypeVar("_T")
@@ -91,8 +93,9 @@ class ActivationReader:
         """Up to `limit` runs of the filter, as `Catalogue.runs`; RequestError if there is no run `after`."""
 
         def found() -> list[dict[str, Any]]:
-            self._hear_of(filter.runs)
             runs = self._catalogue.runs(self._readable(filter, account), limit, after)
+            if filter.runs and len(runs) < min(limit, len(filter.runs)) and self._on_nodes.flush():
+                runs = self._catalogue.runs(self._readable(filter, account), limit, after)
             return described([run for run in runs if self._may_read(run["session_id"], account)], self._nodes)
 
         return await self._found(None, found)
@@ -122,9 +125,8 @@ class ActivationReader:
         from deployments.activations.reader.stored_rows import read_rows
 
         def found() -> bytes | None:
-            self._hear_of([run_id])
             uri, missing = "", None
-            while (entry := self._catalogue.find(run_id)) and entry.uri != uri:
+            while (entry := self._find(run_id)) and entry.uri != uri:
                 uri, file = entry.uri, file_at(entry.uri, self._places)
                 missing, read = None, partial(read_rows, file, entry, points, tokens, most)
                 try:
@@ -144,7 +146,11 @@ class ActivationReader:
         """What a download would be, as `Readings.find`; RequestError also if too many wait for pages."""
 
         def find() -> DownloadInfo | None:
-            self._hear_of(choice.runs)
+            if choice.runs:
+                with contextlib.suppress(RequestError):
+                    if found := self._readings.find(choice, tag):
+                        return found
+                self._on_nodes.flush()  # a node may not have reported a run yet
             return self._readings.find(choice, tag)
 
         return await self._paged(choice, account, find)
@@ -156,10 +162,9 @@ class ActivationReader:
             raise download_changed()
         return page
 
-    def _hear_of(self, runs: Sequence[str] | None) -> None:
-        """Make nodes report where one of these runs is not listed yet."""
-        if runs and not self._catalogue.lists(runs):
-            self._on_nodes.flush()
+    def _find(self, run_id: str) -> Entry | None:
+        """A run, also one that its node has not reported yet."""
+        return self._catalogue.find(run_id) or (self._on_nodes.flush() and self._catalogue.find(run_id)) or None
 
     async def _paged(self, choice: Choice, account: Account, look: Callable[[], _T]) -> _T | None:
         most = MOST_WAITING if account.owner is None else MOST_OF_ONE

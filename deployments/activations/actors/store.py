@@ -24,8 +24,9 @@ from deployments.activations.nodes.submitting import (
     Home,
     RunReceiver,
     actors,
+    awaited,
     node_writers,
-    open_writer,
+    open_returned,
     releases_nodes,
 )
 from deployments.activations.state.nodes import uri_of
@@ -170,7 +171,7 @@ class ActivationStore(RunReceiver):
     async def _flush(self, session_id: str | None = None, fence: str | None = None) -> None:
         """Make all nodes that answer report their runs and do their deletions, as `NodeWriter.flush`."""
         writers = await asyncio.to_thread(node_writers, self._asked)
-        answers = [asyncio.wait_for(writer.flush.remote(session_id, fence), _FLUSH_S) for writer in writers]
+        answers = [asyncio.wait_for(awaited(writer.flush.remote(session_id, fence)), _FLUSH_S) for writer in writers]
         for writer, said in zip(writers, await asyncio.gather(*answers, return_exceptions=True), strict=True):
             if isinstance(said, BaseException):
                 logger.warning("%s does not answer: %s", writer, said)
@@ -257,13 +258,9 @@ class ActivationStore(RunReceiver):
         self._nodes.mark_lost()
         known = [node for node in self._nodes.all().values() if not node.lost]
         away = {node.name: node.ray_id for node in known if not self._nodes.is_alive(node)}
-        if not away:
-            return
-        store = ray.get_actor(_ACTOR + self._asked, namespace=NAMESPACE)
-        for node in ray.nodes():  # type: ignore[no-untyped-call]
-            address, own = node["NodeManagerAddress"], node["NodeID"]
-            if node["Alive"] and away.get(address, own) != own:
-                open_writer(self._asked, store, self._archive_uri, own, address)
+        if away:
+            store = ray.get_actor(_ACTOR + self._asked, namespace=NAMESPACE)
+            open_returned(self._asked, store, self._archive_uri, away)
 
     # ---- limits
 

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,10 @@ class Archive:
             raise ValueError("archive names a bucket, and file: is none: such as s3://bucket/prefix?region=us-east-1")
         self.place, self._cache_bytes, self._root = place, cache_bytes, root
         self.manifest = Manifest(place, name, root)
+        self._bases = self.manifest.bases
         self._claim = BucketClaim(place, name)
         self._connected = False
+        self._stopped: str | None = None  # why nothing is archived any more
         self.trouble = "it has only begun"  # why the last request to the bucket failed
         self._writing = threading.RLock()  # one part of the manifest at a time, and what it changes in the catalogue
         self._pauses: dict[str, tuple[float, float]] = {}  # by segment: until when, and how long the next one is
@@ -88,7 +90,7 @@ class Archive:
             if (before := kept_before(place)).is_dir():  # what a server of an earlier version kept on this machine
                 shutil.copytree(before, root, ignore=shutil.ignore_patterns(".catalogue*"), dirs_exist_ok=True)
             write(root, ".", _OF, f"{place.id} {place}".encode())
-        self._claim.begin()  # now: looking through a large directory takes longer than a claim holds
+        self._claim.begin(self._lost)  # now: looking through a large directory takes longer than a claim holds
 
     # ---- what the store calls
 
@@ -124,15 +126,14 @@ class Archive:
         name = name_of(file.uri)
         if self._catalogue.select("SELECT 1 FROM deleted WHERE segment = ?", name):
             return True
-        copy = self.manifest.bucket + name
-        found = self._catalogue.select("SELECT bytes FROM files WHERE uri = ? AND archived", copy)
+        found = self._catalogue.select("SELECT bytes FROM files WHERE uri = ? AND archived", self._bases.bucket + name)
         if found and found[0][0] == file.bytes:
-            self.cache.move(copy, file.uri)
+            self.cache.move(self._bases.bucket + name, file.uri)
         return bool(found)
 
     def is_archived(self, uri: str) -> bool:
         """Whether a segment, by its URI, is in the bucket; if not, it is looked for at once."""
-        names = [uri, self.manifest.disk + name_of(uri), self.manifest.bucket + name_of(uri)]
+        names = [uri, self._bases.disk + name_of(uri), self._bases.bucket + name_of(uri)]
         found = self._catalogue.select("SELECT 1 FROM files WHERE uri IN (?, ?, ?) AND archived", *names)
         if not found:
             self._wake.set()
@@ -147,7 +148,7 @@ class Archive:
             there = [seen.uri for seen in scan_session(self._root, session_id)]
             segments = {name_of(uri) for uri in (*known, *there)}
             if segments:
-                self._write([deletion(session_id, segments)])
+                self._write([deletion(session_id, segments)], [session_id])
         self._wake.set()
         return bool(segments)
 
@@ -159,10 +160,6 @@ class Archive:
                 if self._pauses.get("", (0.0, 0.0))[0] <= time.monotonic():
                     self._round()
                     self._pauses.pop("", None)
-            except InUseError as error:
-                self.trouble = str(error)
-                logger.error("NOTHING IS ARCHIVED any more: %s", error)
-                return
             except OSError as error:
                 self._failed(error)
             except Exception:  # nothing is above this thread, and uploads must go on after any error
@@ -172,9 +169,16 @@ class Archive:
             self._wake.clear()
 
     def _round(self) -> None:
+        if self._stopped:
+            return
         if not (self._connected and self._claim.is_held):
-            self._claim.acquire()
-            self._connect()
+            try:
+                self._claim.acquire()
+                self._connect()
+            except InUseError as error:
+                self._stopped = self.trouble = str(error)
+                self._lost()
+                return
         while not self._ending and self._upload_some():
             pass
         self._finish_deletions()
@@ -186,7 +190,7 @@ class Archive:
         """Learn what the manifest says, behind the claim."""
         if self._catalogue.catch_up():
             self._restore_records()
-            self._catalogue.change(restored)
+            self._catalogue.change((), restored)
         self._connected = True
         self._pauses.clear()
 
@@ -216,7 +220,7 @@ class Archive:
     def _upload(self, uri: str, size: int) -> None:
         if node_of(uri):
             self._elsewhere.upload(uri, size)
-        elif self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", self.manifest.bucket + name_of(uri)):
+        elif self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", self._bases.bucket + name_of(uri)):
             raise OSError(f"the bucket has another file named as {uri}: the next start takes it in under another name")
         else:
             upload_sealed(path_of(uri), size, self._object(name_of(uri)))
@@ -226,9 +230,9 @@ class Archive:
         with self._writing:
             self._check()
             known = {uri for uri in uris if self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", uri)}
-            lines = self._catalogue.change(lambda database: [segment_line(database, uri) for uri in sorted(known)])
+            lines = self._catalogue.change((), lambda database: [segment_line(database, uri) for uri in sorted(known)])
             if lines:
-                self._write(lines)
+                self._write(lines, {uri.rsplit("/", 2)[-2] for uri in known})
             for uri in known:
                 self._pauses.pop(name_of(uri), None)
             self.cache.grown = True
@@ -241,7 +245,8 @@ class Archive:
         for session_id, segments in pending.items():
             self._check()
             remove_all([self._object(segment) for segment in segments])
-            self._write([deletion(session_id, segments, done=True)])
+            with self._writing:
+                self._write([deletion(session_id, segments, done=True)], ())
 
     def _copy_records(self) -> None:
         """Copy pins and owners to the manifest where they changed."""
@@ -254,7 +259,9 @@ class Archive:
         lines = [record(kind, name, value) for (kind, name), value in now.items() if known.get((kind, name)) != value]
         lines += [record(kind, name, None) for kind, name in known.keys() - now.keys()]
         if lines:
-            self._write(lines)
+            with self._writing:
+                self._check()
+                self._write(lines, ())
         self._copied = version
 
     def _restore_records(self) -> None:
@@ -277,35 +284,39 @@ class Archive:
         if len(names) < MANY_PARTS or (4 * parts < sum(names.values()) and len(names) < MOST_PARTS):
             return
         with tempfile.TemporaryDirectory(prefix=".new-", dir=self._root) as folder:
-            made, snapshot = Path(folder, "snapshot"), self.manifest.new_snapshot()
-            merged = write_snapshot(self._root / NAME, made)
-            known = "INSERT INTO applied VALUES (?)"  # before it is there: no start takes it for another server's
-            self._catalogue.change(lambda database: database.execute(known, (snapshot,)))
+            made = Path(folder, "snapshot")
+            merged = write_snapshot(self._root / NAME, made, self._bases)
             self._check()
-            self.manifest.put_snapshot(snapshot, made)
+            snapshot = self.manifest.put_snapshot(made)
 
-        def gone(database: sqlite3.Connection) -> None:
+        def take(database: sqlite3.Connection) -> None:
             with transaction(database):
+                database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (snapshot,))
                 database.executemany("DELETE FROM applied WHERE name = ?", [(name,) for name in merged])
 
         with self._writing:
+            self._catalogue.change((), take)
             self._check()
             self.manifest.remove(merged & names.keys())
-            self._catalogue.change(gone)
 
     # ----
 
-    def _write(self, lines: Sequence[Line]) -> None:
-        """Add a part to the manifest, and bring it into the catalogue; ArchiveError if the bucket is another's."""
-        with self._writing:
-            self._check()
-            part = self.manifest.write(lines)
-            self._catalogue.change(lambda database: replay(database, part, lines, self.manifest))
+    def _write(self, lines: Iterable[Line], session_ids: Collection[str]) -> None:
+        """Add a part to the manifest, and bring it into the catalogue."""
+        told = list(lines)
+        part = self.manifest.write(told)
+        self._catalogue.change(session_ids, lambda database: replay(database, part, told, self._bases))
 
     def _check(self) -> None:
         """Raise ArchiveError unless the bucket is this server's."""
-        if not (self._connected and self._claim.is_held):
-            raise ArchiveError(f"the bucket {self.place} cannot be written now: {self.trouble}")
+        if self._stopped or not self._connected or not self._claim.is_held:
+            raise ArchiveError(f"the bucket {self.place} cannot be written now: {self._stopped or self.trouble}")
+
+    def _lost(self) -> None:
+        if self._stopped:
+            logger.error("NOTHING IS ARCHIVED any more: %s", self._stopped)
+        else:
+            logger.error("nothing is archived to %s for now, its claim ran out: %s", self.place, self.trouble)
 
     def _failed(self, error: OSError) -> None:
         self.trouble = str(error)

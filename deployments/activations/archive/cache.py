@@ -35,7 +35,7 @@ class Cache:
 
     def __init__(self, root: Path, manifest: Manifest, catalogue: Catalogue, elsewhere: Any, most: int) -> None:
         self._root, self._catalogue, self._elsewhere, self._most = root, catalogue, elsewhere, most
-        self._place, self._bucket = manifest.place, manifest.bucket
+        self._place, self._bucket = manifest.place, manifest.bases.bucket
         self.grown = True  # since the last `evict`, more segments of the disks are in the bucket
 
     def evict(self) -> None:
@@ -68,7 +68,7 @@ class Cache:
 
     def move(self, uri: str, to: str, modified_ns: int = 0) -> bool:
         """Have a segment that is in the bucket be read at another URI; false where it is known no more."""
-        return self._catalogue.change(lambda database: move(database, uri, to, modified_ns))
+        return self._catalogue.change((), lambda database: move(database, uri, to, modified_ns))
 
     def _remove(self, node: str | None, uri: str) -> None:
         if node and not (self._elsewhere and self._elsewhere.is_alive(node)):

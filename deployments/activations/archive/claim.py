@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -63,12 +64,13 @@ class BucketClaim:
                 raise self._in_use(said)
         self._until = began + STALE_S
 
-    def begin(self) -> None:
-        """Renew the claim every `EVERY_S` on a thread, while it is held."""
+    def begin(self, lost: Callable[[], None]) -> None:
+        """Renew the claim every `EVERY_S` on a thread, which calls `lost` while it is not held."""
 
         def beat() -> None:
             while not self._ending.wait(EVERY_S):
                 if not self.is_held:
+                    lost()
                     continue
                 began = _now()
                 try:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import sqlite3
 import tempfile
-from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
 from deployments.activations.catalogue import old_buckets
-from deployments.activations.catalogue.database import in_memory, opened
-from deployments.activations.catalogue.manifest import Manifest
-from deployments.activations.catalogue.replaying import begin_as_snapshot, bring, replay
+from deployments.activations.catalogue.database import in_memory
+from deployments.activations.catalogue.manifest import Bases, Manifest
+from deployments.activations.catalogue.replaying import bring, replay
 from deployments.activations.facts import name_of
 from deployments.activations.files.places import File, Place
 
@@ -22,16 +21,15 @@ _read: dict[str, tuple[frozenset[str], sqlite3.Connection]] = {}  # by place, wh
 
 
 def read_manifest(place: Place) -> sqlite3.Connection | None:
-    """A catalogue's database of what a bucket's manifest says; None where it has none."""
+    """A catalogue's database, in memory, of what a bucket's manifest says; None where it has none."""
     manifest = Manifest(place)
     names = frozenset(manifest.names())
     if not names:
         return None
     before = _read.get(key := f"{place.id} {place.path}")
     if before is None or before[0] != names:
-        with tempfile.TemporaryDirectory() as folder:  # the database is in use without a name
-            database = opened(Path(folder), partial(begin_as_snapshot, manifest))
-            bring(database, manifest, names)
+        database = in_memory()
+        bring(database, manifest, sorted(names), Path(tempfile.gettempdir()))
         before = _read[key] = names, database
     return before[1]
 
@@ -39,7 +37,7 @@ def read_manifest(place: Place) -> sqlite3.Connection | None:
 def catalogue_of(place: Place) -> sqlite3.Connection:
     """The same, or of a bucket of an earlier version what its objects say."""
     if (database := read_manifest(place)) is None:
-        replay(database := in_memory(), None, old_buckets.lines(place), Manifest(place))
+        replay(database := in_memory(), None, old_buckets.lines(place), Bases(place.uri))
     return database
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -16,9 +17,9 @@ from typing import Any, TypeVar
 
 from deployments.activations.catalogue.buckets import catalogue_of
 from deployments.activations.catalogue.database import LOCK, NAME, copied, in_memory, opened, read_only
-from deployments.activations.catalogue.manifest import Manifest, newest_snapshot
+from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.queries import Queries
-from deployments.activations.catalogue.replaying import begin_as_snapshot, catch_up, unpacked
+from deployments.activations.catalogue.replaying import catch_up, fill_new
 from deployments.activations.catalogue.rows import forget, put, refresh
 from deployments.activations.facts import Note, StoreError, explain
 from deployments.activations.files.disk import locked
@@ -30,6 +31,11 @@ _NOTHING: Any = object()  # no answer
 
 _AGAIN_S = 30.0  # after which files that could not be read are tried again
 _REFUSED = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY}  # codes of a disk that refuses writes alone
+# Codes that mean that the database or the disk fails, whatever the statement.
+_FAULTS = _REFUSED | {
+    *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT),
+    *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOTADB),
+}
 logger = logging.getLogger(__name__)
 
 
@@ -48,7 +54,6 @@ class Catalogue(Queries):
         self.remade, self.archives = 0, manifest is not None
         self.on_added: Callable[[Sequence[Note]], None] = lambda added: None
         self._lock, self._root, self._manifest = Lock(), root, manifest
-        self._fill = partial(begin_as_snapshot, manifest) if manifest else None
         self._again = math.inf  # when to scan the files again, by the monotonic clock
         self._release: Callable[[], object] = lambda: None
         self._database = database or in_memory()
@@ -64,8 +69,7 @@ class Catalogue(Queries):
             root.mkdir(parents=True, exist_ok=True)
             lock = locked(root / LOCK)  # one process at a time writes the database
             try:
-                fill = partial(begin_as_snapshot, manifest) if manifest else None
-                catalogue = cls(opened(root, fill), root, manifest)
+                catalogue = cls(opened(root, partial(fill_new, manifest) if manifest else None), root, manifest)
             except BaseException:
                 os.close(lock)
                 raise
@@ -73,7 +77,7 @@ class Catalogue(Queries):
             raise explain(root, error) from error
         catalogue._release = release = weakref.finalize(catalogue, os.close, lock)
         release.atexit = False  # a writer's thread may still need it
-        catalogue.change(catalogue._look)
+        catalogue._guarded(catalogue._look)
         return catalogue
 
     @classmethod
@@ -91,22 +95,14 @@ class Catalogue(Queries):
         if manifest is None or root is None:
             return False
         names = manifest.names()
-        if (newest := newest_snapshot(names)) and not self.select("SELECT 1 FROM applied WHERE name = ?", newest):
-            made = unpacked(manifest, newest, root)  # another server's
-
-            def replaced(_: sqlite3.Connection) -> None:
-                (root / NAME).unlink(missing_ok=True)
-                self._make_again(root, made.rename)
-
-            self.change(replaced)
 
         def caught_up(database: sqlite3.Connection) -> bool:
-            news = catch_up(database, manifest, names)
+            news = catch_up(database, manifest, names, root)
             if news:
                 self._look(database)
             return news
 
-        return self.change(caught_up)
+        return self._guarded(caught_up)
 
     def close(self) -> None:
         """Release the database for another catalogue."""
@@ -123,7 +119,7 @@ class Catalogue(Queries):
 
         # No later scan finds the file of another node, which has to report it again: so that is an error.
         is_here = all(note.file.uri.startswith("file:") for note in added)
-        more = self.change(put_in, 0 if is_here else _NOTHING)
+        more = self._guarded(put_in, 0 if is_here else _NOTHING)
         self.on_added(added)
         return more
 
@@ -136,24 +132,36 @@ class Catalogue(Queries):
                 database.execute("DELETE FROM sums WHERE session = ?", (session_id,))  # at once, not run by run
                 return database.execute("DELETE FROM runs WHERE session = ?", (session_id,)).rowcount > 0
 
-        return self.change(dropped, True)
+        return self._guarded(dropped, True)
 
     def forget_files(self, beginning: str) -> None:
         """Forget all files whose URIs begin so, and their runs."""
         begin = "SELECT uri FROM files WHERE substr(uri, 1, ?) = ?"
         if found := [uri for (uri,) in self.select(begin, len(beginning), beginning)]:
-            self.change(lambda database: forget(database, found))
+            self._guarded(lambda database: forget(database, found))
 
     def look(self) -> None:
         """Scan the files again, which other programs may have changed."""
         if self._root is not None:
-            self.change(self._look)
+            self._guarded(self._look)
+
+    def change(self, session_ids: Collection[str], work: Callable[[sqlite3.Connection], _T]) -> _T:
+        """Change the database otherwise, and the `version` of these sessions with it."""
+
+        def changed(database: sqlite3.Connection) -> _T:
+            found = work(database)
+            if session_ids:
+                again = "UPDATE sums SET mark = random() WHERE session IN (SELECT value FROM json_each(?))"
+                database.execute(again, (json.dumps([*session_ids]),))
+            return found
+
+        return self._guarded(changed)
 
     def select(self, statement: str, *values: Any) -> list[Any]:
         """The rows that a statement selects."""
-        return self.change(lambda database: database.execute(statement, values).fetchall())
+        return self._guarded(lambda database: database.execute(statement, values).fetchall())
 
-    def change(self, work: Callable[[sqlite3.Connection], _T], otherwise: _T = _NOTHING) -> _T:
+    def _guarded(self, work: Callable[[sqlite3.Connection], _T], otherwise: _T = _NOTHING) -> _T:
         """Use the database, or one made again of the files; `otherwise` is the result if the disk refuses a write."""
         with self._lock:
             try:
@@ -175,24 +183,21 @@ class Catalogue(Queries):
                     return otherwise
                 logger.error("the catalogue of %s is made again of the files: %s", root, error)
             try:
-                return work(self._make_again(root, self._fill))
+                self._database.close()
+                fill = partial(fill_new, self._manifest) if self._manifest else None
+                self._database = opened(root, fill)
+                self.remade += 1
+                self._look(self._database)
+                return work(self._database)
             except (OSError, sqlite3.Error) as error:
                 raise explain(root, error) from error
-
-    def _make_again(self, root: Path, fill: Callable[[Path], object] | None) -> sqlite3.Connection:
-        """The database opened again, or a new one in its place, and the files that it does not know."""
-        self._database.close()
-        self._database = opened(root, fill)
-        self.remade += 1
-        self._look(self._database)
-        return self._database
 
     def _look(self, database: sqlite3.Connection) -> None:
         """Read new and changed files; those that cannot be read are tried again later, and their entries stay."""
         assert self._root is not None
         self._again = time.monotonic() + _AGAIN_S
         try:
-            if refresh(database, self._root, self._manifest):
+            if refresh(database, self._root, self._manifest.bases if self._manifest else None):
                 self._again = math.inf
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, sqlite3.Error) and _code(error) not in _REFUSED:
@@ -238,7 +243,7 @@ def _code(error: sqlite3.Error) -> int:
 
 def _check_fault(database: sqlite3.Connection, error: sqlite3.Error) -> None:
     """Raise StoreError where not the database failed but the statement: then the plainest one works."""
-    if _code(error) != sqlite3.SQLITE_ERROR:
+    if _code(error) in _FAULTS:
         return
     try:
         database.execute("SELECT 1 FROM files, runs LIMIT 1")

@@ -21,8 +21,8 @@ LOCK = ".catalogue.lock"
 
 # `files.rows` counts the rows of the file's known runs, NULL where another file has some of them as well; a file
 # without `modified_ns` is read again at the next start. The indexes cover what filters and sums use, so that neither
-# reads the runs themselves. `sums` are totals by session and model, kept by triggers; their `mark` changes with each
-# change. From a bucket's manifest come `archived`, which files are in it, `applied`, the parts
+# reads the runs themselves. `sums` are totals by session and model, updated by `rows.add_runs` and a trigger; their
+# `mark` changes with each change. From a bucket's manifest come `archived`, which files are in it, `applied`, the parts
 # that were read, `deleted`, segments that are gone for good (their objects too unless `pending`), and `records`, copies
 # of pins and owners.
 _TABLES = """
@@ -49,7 +49,7 @@ CREATE INDEX runs_by_session ON runs (session, created, run_id, model, sample_id
 
 CREATE INDEX runs_by_time ON runs (created, run_id, model, sample_id, tags);
 
-CREATE INDEX runs_by_file ON runs (file, offset);
+CREATE INDEX runs_by_file ON runs (file);
 
 CREATE TABLE applied (name TEXT PRIMARY KEY);
 
@@ -63,12 +63,6 @@ CREATE TABLE sums (
     session TEXT NOT NULL, model TEXT NOT NULL, runs INTEGER NOT NULL, tokens INTEGER NOT NULL, bytes INTEGER NOT NULL,
     mark INTEGER NOT NULL, PRIMARY KEY (session, model)
 ) WITHOUT ROWID;
-
-CREATE TRIGGER run_added AFTER INSERT ON runs BEGIN
-    INSERT OR IGNORE INTO sums VALUES (NEW.session, NEW.model, 0, 0, 0, 0);
-    UPDATE sums SET runs = runs + 1, tokens = tokens + NEW.tokens, bytes = bytes + NEW.bytes, mark = random()
-    WHERE session = NEW.session AND model = NEW.model;
-END;
 
 CREATE TRIGGER run_gone AFTER DELETE ON runs
 WHEN EXISTS (SELECT 1 FROM sums WHERE session = OLD.session AND model = OLD.model) BEGIN
@@ -139,7 +133,7 @@ def sealed_files(root: Path) -> dict[str, tuple[int, int]]:
         return {}
 
 
-def opened(root: Path, fill: Callable[[Path], object] | None = None) -> sqlite3.Connection:
+def opened(root: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Connection:
     """A connection that writes a directory's database; one that cannot be trusted is replaced, perhaps by `fill`."""
     path = root / NAME
     if path.is_file() and not path.is_symlink():

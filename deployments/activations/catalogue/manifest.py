@@ -2,7 +2,7 @@
 
 `<bucket>/.manifest/` has *parts*, JSON lines written by one server each, and *snapshots*, a catalogue's database
 compressed with Zstandard, which replace older parts. A segment's name is never used again, and a deletion names its
-segments. So parts may be applied in any order and any number of times, and the newest snapshot has all of older ones.
+segments. So parts and snapshots may be applied in any order and any number of times.
 
 Every function raises OSError on an error of the bucket or the disk.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,15 +24,22 @@ from deployments.activations.files.places import File, Place
 
 FOLDER = ".manifest"  # no session id begins with '.'
 Line = Mapping[str, Any]
-_SNAPSHOT = "snapshot-"
-_NAME = re.compile(r"(?:snapshot-(\d{20})-.+\.sqlite\.zst|(\d{20})-.+\.jsonl)")
+_PART, _SNAPSHOT, _SNAPSHOT_END = ".jsonl", "snapshot-", ".sqlite.zst"
 _AT_ONCE = 16  # objects that are fetched or removed at a time
 _PIECE = 4 << 20
 _PART_BYTES = 16 << 20  # that are sent or fetched at once
 
 
+class Bases:
+    """The prefixes of segments' URIs: `bucket` in the bucket, `disk` in the store's directory; '' for none."""
+
+    def __init__(self, bucket: str, disk: str = "") -> None:
+        self.bucket = bucket and f"{bucket}/"
+        self.disk = disk and f"{disk}/"
+
+
 class Manifest:
-    """The manifest of one bucket; `bucket` is the prefix of segments' URIs there, `disk` in the store's directory.
+    """The manifest of one bucket.
 
     Args:
         place: The bucket.
@@ -43,21 +49,19 @@ class Manifest:
 
     def __init__(self, place: Place, writer: str = "reader", root: Path | None = None) -> None:
         self.place = place
-        self.bucket, self.disk = f"{place.uri}/", f"{root.as_uri()}/" if root else ""
+        self.bases = Bases(place.uri, root.as_uri() if root else "")
         self._folder = place.below(FOLDER)
         self._writer = writer
         self._last = 0
 
     def names(self) -> dict[str, int]:
         """The bytes of each part and snapshot by its name; empty where the bucket has no manifest."""
-        found = [(info, match) for info in self._folder.infos() if (match := _NAME.fullmatch(info.base_name))]
-        # Later ones sort behind them, though another server's clock was ahead.
-        self._last = max([self._last, *(int(match[1] or match[2]) for _, match in found)])
-        return {info.base_name: info.size for info, _ in found}
+        sizes = {info.base_name: info.size for info in self._folder.infos()}
+        return {name: size for name, size in sizes.items() if name.endswith(_PART) or is_snapshot(name)}
 
     def write(self, lines: Iterable[Line]) -> str:
         """Add a part, durable when this returns, and return its name."""
-        name = f"{self._number():020}-{self._writer}.jsonl"
+        name = f"{self._number():020}-{self._writer}{_PART}"
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
         file = self._folder.file(name)
         try:
@@ -88,12 +92,9 @@ class Manifest:
         with pa.CompressedInputStream(packed, "zstd") as data, to.open("wb") as out:
             shutil.copyfileobj(data, out, _PIECE)
 
-    def new_snapshot(self) -> str:
-        """The name of the next snapshot."""
-        return f"{_SNAPSHOT}{self._number():020}-{self._writer}.sqlite.zst"
-
-    def put_snapshot(self, name: str, database: Path) -> None:
-        """Compress a database and put it into the bucket as a snapshot, durable when this returns."""
+    def put_snapshot(self, database: Path) -> str:
+        """Compress a database and put it into the bucket as a snapshot, durable when this returns; return its name."""
+        name = f"{_SNAPSHOT}{self._number():020}-{self._writer}{_SNAPSHOT_END}"
         file = self._folder.file(name)
         packed = database.with_suffix(".zst")
         with database.open("rb") as data, pa.CompressedOutputStream(str(packed), "zstd") as squeezed:
@@ -103,6 +104,7 @@ class Manifest:
         except OSError:
             file.remove()  # half of it may be there, under a name that is read
             raise
+        return name
 
     def remove(self, names: Collection[str]) -> None:
         """Remove parts and snapshots."""
@@ -115,12 +117,7 @@ class Manifest:
 
 def is_snapshot(name: str) -> bool:
     """Whether an object of the manifest is a snapshot, and no part."""
-    return name.startswith(_SNAPSHOT)
-
-
-def newest_snapshot(names: Iterable[str]) -> str | None:
-    """Of the manifest's names that of the newest snapshot; None if there is none."""
-    return max(filter(is_snapshot, names), default=None)
+    return name.startswith(_SNAPSHOT) and name.endswith(_SNAPSHOT_END)
 
 
 def upload(path: Path, file: File) -> None:

@@ -8,15 +8,15 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from deployments.activations.catalogue.rows import ENTRIES, entries_of, tag_line
-from deployments.activations.facts import Entry, Note, StoredFile
+from deployments.activations.facts import Entry, StoredFile, name_of
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.errors import RequestError
 
 _SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(DISTINCT model),
     min(created), max(created) FROM runs INDEXED BY runs_by_session"""
 _ALL_SUMS = """SELECT session, sum(runs), sum(tokens), sum(bytes), json_group_array(model),
-    (SELECT min(created) FROM runs AS own WHERE own.session = runs.session),
-    (SELECT max(created) FROM runs AS own WHERE own.session = runs.session) FROM sums AS runs"""
+    (SELECT min(created) FROM runs WHERE runs.session = sums.session),
+    (SELECT max(created) FROM runs WHERE runs.session = sums.session) FROM sums"""
 
 
 class Queries(ABC):
@@ -31,11 +31,6 @@ class Queries(ABC):
     def holds(self, session_id: str, run_id: str) -> bool:
         """Whether the session has a run of this id."""
         return bool(self.select("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
-
-    def lists(self, runs: Collection[str]) -> bool:
-        """Whether there is a run of each of these ids."""
-        counted = "SELECT count(DISTINCT run_id) FROM runs WHERE run_id IN (SELECT value FROM json_each(?))"
-        return bool(self.select(counted, _listed(runs)) == [(len(set(runs)),)])
 
     def holding(self, session_id: str, names: Sequence[str]) -> set[str]:
         """Those of `names` that are, with a `-` behind them, the beginning of an id of one of the session's runs."""
@@ -61,18 +56,19 @@ class Queries(ABC):
         return dict(self.select("SELECT uri, bytes FROM files WHERE session = ?", session_id))
 
     def files_of(self, beginning: str) -> dict[str, tuple[int, int]]:
-        """Of all files with runs whose URIs begin so, the bytes, and a place between the last run's begin and end."""
-        of = "SELECT uri, bytes, (SELECT max(offset) + 1 FROM runs WHERE file = files.id) FROM files"
-        found = self.select(f"{of} WHERE substr(uri, 1, ?) = ?", len(beginning), beginning)
-        return {uri: (size, after) for uri, size, after in found if after is not None}
+        """The bytes and numbers of runs of all files whose URIs begin so, by `<session>/<segment>`."""
+        counted = "SELECT uri, bytes, (SELECT count(*) FROM runs WHERE file = files.id) FROM files"
+        found = self.select(f"{counted} WHERE substr(uri, 1, ?) = ?", len(beginning), beginning)
+        return {name_of(uri): (size, runs) for uri, size, runs in found}
 
-    def of_file(self, uri: str, offset: int = 0, most: int = -1) -> Note | None:
-        """A file and up to `most` of its runs from a byte on, in their order; None if it is not known."""
-        known = "SELECT session, uri, bytes, sealed, rows, modified_ns FROM files WHERE uri = ?"
-        runs = f"{ENTRIES} WHERE files.uri = ? AND runs.offset >= ? ORDER BY runs.offset LIMIT ?"
-        for session_id, *file in self.select(known, uri):
-            return Note(session_id, entries_of(self.select(runs, uri, offset, most)), StoredFile(*file))
-        return None
+    def all_files(self) -> list[tuple[str, StoredFile]]:
+        """All files that hold runs, each with its session."""
+        found = self.select("SELECT session, uri, bytes, sealed, rows, modified_ns FROM files WHERE rows IS NOT 0")
+        return [(row[0], StoredFile(row[1], row[2], bool(row[3]), *row[4:])) for row in found]
+
+    def of_file(self, uri: str) -> list[Entry]:
+        """The runs of one file, in the order in which they were added."""
+        return entries_of(self.select(f"{ENTRIES} WHERE files.uri = ? ORDER BY runs.rowid", uri))
 
     def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
         """The Unix time of the last run of one session, or of each that has a run."""
@@ -89,14 +85,14 @@ class Queries(ABC):
 
     def entries(self, session_id: str | None, runs: Collection[str] | None = None) -> list[Entry]:
         """The runs of a session, or of all, or those of `runs` that there are, the oldest first."""
-        where, values = _where(Filter(session_id, runs=None if runs is None else tuple(runs)))
+        where, values = _chosen(session_id, runs)
         return entries_of(self.select(f"{ENTRIES} WHERE {where} ORDER BY runs.created, runs.run_id", *values))
 
     def places(
         self, session_id: str, runs: Collection[str] | None = None, most: int | None = None
     ) -> list[tuple[str, str, int, int]]:
         """Id, file URI, offset and bytes of the runs of `entries`, or of the `most` added first, ordered by id."""
-        where, values = _where(Filter(session_id, runs=None if runs is None else tuple(runs)))
+        where, values = _chosen(session_id, runs)
         found = f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
             WHERE {where} ORDER BY runs.rowid LIMIT ?"""
         return sorted(self.select(found, *values, -1 if most is None else most))
@@ -158,28 +154,54 @@ def _listed(values: Collection[str]) -> str:
     return json.dumps(list(values))
 
 
+def _chosen(session_id: str | None, runs: Collection[str] | None) -> tuple[str, list[str]]:
+    """What holds for a session's runs, or those of `runs` that it has, in SQL, and its values."""
+    return _held(
+        {
+            "runs.session = ?": session_id,
+            "runs.run_id IN (SELECT value FROM json_each(?))": None if runs is None else _listed(runs),
+        }
+    )
+
+
+def _held(conditions: dict[str, Any]) -> tuple[str, list[Any]]:
+    found = {condition: value for condition, value in conditions.items() if value is not None}
+    return " AND ".join(["1", *found]), list(found.values())
+
+
 def _where(filter: Filter) -> tuple[str, list[Any]]:
     """What holds for the runs of a filter, in SQL, and its values."""
-    conditions = {
-        "runs.session = ?": filter.session,
-        "model = ?": filter.model,
-        "created >= ?": filter.since,
-        "created < ?": filter.until,
-        "sample_id = ?": filter.sample_id,
-        "runs.session IN (SELECT value FROM json_each(?))": None if filter.among is None else _listed(filter.among),
-        "runs.session NOT IN (SELECT value FROM json_each(?))": _listed(filter.without) if filter.without else None,
-        "run_id IN (SELECT value FROM json_each(?))": None if filter.runs is None else _listed(filter.runs),
-    }
-    held = {condition: value for condition, value in conditions.items() if value is not None}
+    where, values = _held(
+        {
+            "session = ?": filter.session,
+            "model = ?": filter.model,
+            "created >= ?": filter.since,
+            "created < ?": filter.until,
+            "sample_id = ?": filter.sample_id,
+            "session IN (SELECT value FROM json_each(?))": None if filter.among is None else _listed(filter.among),
+            "session NOT IN (SELECT value FROM json_each(?))": _listed(filter.without) if filter.without else None,
+            "run_id IN (SELECT value FROM json_each(?))": None if filter.runs is None else _listed(filter.runs),
+        }
+    )
     tags = [f"\n{tag_line(name, value)}\n" for name, value in filter.tags]
-    return " AND ".join(["1", *held, *["instr(tags, ?)"] * len(tags)]), [*held.values(), *tags]
+    return " AND ".join([where, *["instr(tags, ?)"] * len(tags)]), [*values, *tags]
 
 
 def _run(entry: Entry, archives: bool) -> dict[str, Any]:
-    names = "run_id session_id model created prompt_tokens tokens sample_id tags finish_reason"
+    names = (
+        "run_id",
+        "session_id",
+        "model",
+        "created",
+        "prompt_tokens",
+        "tokens",
+        "sample_id",
+        "tags",
+        "finish_reason",
+    )
     points = entry.stored().points.items()
     return {
-        **{name: getattr(entry.facts, name) for name in names.split()},
+        **{name: getattr(entry.facts, name) for name in names},
         "offset": entry.offset,
         **({"archived": entry.archived} if archives else {}),
         "points": {name: {**point._asdict(), "shape": list(point.shape)} for name, point in points},

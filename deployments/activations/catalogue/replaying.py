@@ -1,43 +1,45 @@
-"""Applying a manifest's parts to a catalogue's database, and snapshots, which new databases begin as.
+"""Applying a manifest's lines and snapshots to a catalogue's database, and making snapshots of one.
 
 Every function raises OSError on an error of the bucket or the disk. Each changes everything or nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sqlite3
-from collections.abc import Collection, Iterable
-from contextlib import closing
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from time import time
 from typing import Any
 
 from deployments.activations.catalogue import old_buckets
-from deployments.activations.catalogue.database import LAYOUT, lay_out
-from deployments.activations.catalogue.manifest import Line, Manifest, is_snapshot, newest_snapshot
-from deployments.activations.catalogue.rows import forget, put
-from deployments.activations.facts import Entry, RunFacts, StoredFile, name_of
+from deployments.activations.catalogue.database import LAYOUT
+from deployments.activations.catalogue.manifest import Bases, Line, Manifest, is_snapshot
+from deployments.activations.catalogue.rows import SUM_AGAIN, add_runs, forget
+from deployments.activations.facts import Entry, RunFacts, name_of
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import connected, transaction
 from deployments.options import home
 
 _PLACE = ("bytes", "rows", "first_row", "offset")  # a run's keys in a line, besides its facts
 _UNRESTORED = "pins and owners"  # a row among the names of parts, until `restored`
+_RUN = "run_id, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, facts"
 
 logger = logging.getLogger(__name__)
 
 
 def deletion(session_id: str, segments: Iterable[str], *, done: bool = False) -> Line:
     """The line for the deletion of a session's segments; `done` once their objects are removed as well."""
-    return {"deleted": session_id, "segments": sorted(segments), "done": done, "at": time()}
+    return {"deleted": session_id, "segments": sorted(segments), "done": done, "at": time.time()}
 
 
 def record(kind: str, session_id: str, value: Any) -> Line:
     """The line that copies a pin (`value` true) or an owner's record; None where there is none any more."""
-    return {"record": kind, "session": session_id, "value": value, "at": time()}
+    return {"record": kind, "session": session_id, "value": value, "at": time.time()}
 
 
 def segment_line(database: sqlite3.Connection, uri: str) -> Line:
@@ -49,16 +51,16 @@ def segment_line(database: sqlite3.Connection, uri: str) -> Line:
     return {"segment": name_of(uri), "bytes": size, "rows": rows, "points": json.loads(points), "runs": runs}
 
 
-def replay(database: sqlite3.Connection, part: str | None, lines: Iterable[Line], manifest: Manifest) -> None:
+def replay(database: sqlite3.Connection, part: str | None, lines: Iterable[Line], bases: Bases) -> None:
     """Bring what lines say into a catalogue's database."""
     with transaction(database):
         for line in lines:
             if "segment" in line:
-                _add(database, line, manifest)
+                _add(database, line, bases)
             elif "deleted" in line:
                 rows = [(name, not line.get("done"), line["at"]) for name in line["segments"]]
                 database.executemany(_GONE, rows)
-                forget(database, [at + name for name in line["segments"] for at in (manifest.bucket, manifest.disk)])
+                _forget(database, bases, line["segments"])
             elif "record" in line:
                 value = None if line["value"] is None else json.dumps(line["value"])
                 database.execute(_KEEP, (line["record"], line["session"], value, line["at"]))
@@ -69,30 +71,67 @@ def replay(database: sqlite3.Connection, part: str | None, lines: Iterable[Line]
 _GONE = "INSERT INTO deleted VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET pending = min(pending, excluded.pending)"
 _KEEP = """INSERT INTO records VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value, at = excluded.at
     WHERE excluded.at > at"""
-_ARCHIVED = """UPDATE files SET archived = 1 WHERE session = ? AND bytes = ?
-    AND (uri IN (?, ?) OR uri LIKE 'node://%' AND substr(uri, -length(?)) = ?)"""
 
 
-def _add(database: sqlite3.Connection, line: Line, manifest: Manifest) -> None:
-    name, size = line["segment"], line["bytes"]
+def _add(database: sqlite3.Connection, line: Line, bases: Bases) -> None:
+    name = line["segment"]
     session_id, _, _ = name.partition("/")
     if database.execute("SELECT 1 FROM deleted WHERE segment = ?", (name,)).fetchone():
         return
-    uri, end = manifest.bucket + name, f"/{name}"
-    known = (session_id, size, uri, manifest.disk + name, end, end)
-    if not database.execute(_ARCHIVED, known).rowcount:
-        entries = [
-            Entry(RunFacts.of(run["facts"]), uri, points=line["points"], **{key: run[key] for key in _PLACE})
-            for run in line["runs"]
-        ]
-        put(database, session_id, entries, StoredFile(uri, size, True, line["rows"], 0))
-        database.execute(_ARCHIVED, known)
+    of_disk = """UPDATE files SET archived = 1 WHERE session = ? AND bytes = ?
+        AND (uri = ? OR uri LIKE 'node://%' AND substr(uri, -length(?)) = ?)"""
+    if database.execute(of_disk, (session_id, line["bytes"], bases.disk + name, f"/{name}", f"/{name}")).rowcount:
+        return
+    new = """INSERT OR IGNORE INTO files (session, uri, bytes, sealed, rows, modified_ns, points, archived)
+        VALUES (?, ?, ?, 1, ?, 0, ?, 1)"""
+    values = (session_id, bases.bucket + name, line["bytes"], line["rows"], json.dumps(line["points"]))
+    if (added := database.execute(new, values)).rowcount:
+        runs = [(RunFacts.of(run["facts"]), {name: run[name] for name in _PLACE}) for run in line["runs"]]
+        entries = [Entry(facts, "", points={}, **place) for facts, place in runs]
+        add_runs(database, session_id, added.lastrowid or 0, entries)
 
 
-def write_snapshot(catalogue: Path, to: Path) -> set[str]:
-    """Copy a catalogue's entries of the bucket; returns the names of the parts and snapshots that the copy replaces."""
+def _forget(database: sqlite3.Connection, bases: Bases, segments: Iterable[str]) -> None:
+    """Forget files that were deleted, and the runs in them."""
+    forget(database, [base + name for name in segments for base in {bases.bucket, bases.disk}])
+
+
+def merge_snapshot(database: sqlite3.Connection, snapshot: Path, name: str, bases: Bases) -> None:
+    """Bring what a snapshot says into a catalogue's database; sqlite3.Error if it is damaged."""
+    database.create_function("name_of", 1, name_of, deterministic=True)
+    database.execute("ATTACH ? AS snapshot", (str(snapshot),))
+    try:
+        with transaction(database):
+            for statement in _MERGE.split(";"):
+                database.execute(statement, {"bucket": bases.bucket})
+            database.execute(SUM_AGAIN)
+            _forget(database, bases, [name for (name,) in database.execute("SELECT segment FROM deleted").fetchall()])
+            database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (name,))
+    finally:
+        database.execute("DETACH snapshot")
+
+
+_MERGE = f"""
+INSERT INTO deleted SELECT segment, pending, at FROM snapshot.deleted WHERE true
+    ON CONFLICT DO UPDATE SET pending = min(pending, excluded.pending);
+INSERT INTO records SELECT kind, session, value, at FROM snapshot.records WHERE true
+    ON CONFLICT DO UPDATE SET value = excluded.value, at = excluded.at WHERE excluded.at > at;
+UPDATE files SET archived = 1 WHERE uri NOT LIKE :bucket || '%'
+    AND (name_of(uri), bytes) IN (SELECT uri, bytes FROM snapshot.files);
+INSERT OR IGNORE INTO files (session, uri, bytes, sealed, rows, modified_ns, points, archived)
+    SELECT session, :bucket || uri, bytes, 1, rows, 0, points, 1 FROM snapshot.files
+    WHERE uri NOT IN (SELECT name_of(uri) FROM main.files);
+INSERT OR IGNORE INTO runs (session, file, {_RUN})
+    SELECT runs.session, files.id, {", ".join(f"runs.{name}" for name in _RUN.split(", "))}
+    FROM snapshot.files AS theirs JOIN main.files AS files ON files.uri = :bucket || theirs.uri
+    JOIN snapshot.runs AS runs ON runs.file = theirs.id
+"""
+
+
+def write_snapshot(catalogue: Path, to: Path, bases: Bases) -> set[str]:
+    """Copy a catalogue's entries of the bucket; returns the names of the parts that the copy replaces."""
     kept = sqlite3.connect(f"{catalogue.as_uri()}?mode=ro", uri=True)
-    with closing(kept), closing(connected(to)) as made:
+    with contextlib.closing(kept), contextlib.closing(connected(to)) as made:
         kept.backup(made)
         made.execute("PRAGMA journal_mode = OFF")
         made.execute("PRAGMA synchronous = OFF")
@@ -111,55 +150,12 @@ _KEEP_ARCHIVED = (
 )
 
 
-def begin_as_snapshot(manifest: Manifest, path: Path) -> None:
-    """Have the newest snapshot be a new catalogue's database; one that is out of reach is logged."""
-    try:
-        if snapshot := newest_snapshot(manifest.names()):
-            unpacked(manifest, snapshot, path.parent).rename(path)
-    except OSError:
-        logger.exception("the manifest of %s cannot be read: only files of the disk are listed", manifest.place)
-
-
-def unpacked(manifest: Manifest, snapshot: str, folder: Path) -> Path:
-    """A catalogue's database of what a snapshot says, a file in a folder that is to be renamed."""
-    made = folder / ".new-snapshot"
-    manifest.fetch(snapshot, made)
-    with closing(connected(made)) as database:
-        is_ours = database.execute("PRAGMA user_version").fetchone() == (LAYOUT,)
-    if not is_ours:
-        made = _converted(made)
-    with closing(connected(made)) as database, transaction(database):
-        database.execute("UPDATE files SET uri = ? || uri", (manifest.bucket,))
-        database.execute("UPDATE origin SET inode = ?", (os.stat(made).st_ino,))
-        database.executemany("INSERT INTO applied VALUES (?)", [(snapshot,), (_UNRESTORED,)])
-    return made
-
-
-def _converted(snapshot: Path) -> Path:
-    """A database of this layout with what is in one of another version, which goes."""
-    made = snapshot.with_suffix(".converted")
-    made.unlink(missing_ok=True)
-    with closing(connected(made)) as database:
-        lay_out(database, 0)
-        database.execute("ATTACH ? AS old", (str(snapshot),))
-        with transaction(database):
-            for table in ("files", "runs", "deleted", "records"):
-                ours, theirs = (
-                    [name for (name,) in database.execute(f"SELECT name FROM pragma_table_info('{table}', '{schema}')")]
-                    for schema in ("main", "old")
-                )
-                names = ", ".join(name for name in ours if name in theirs)
-                database.execute(f"INSERT INTO main.{table} ({names}) SELECT {names} FROM old.{table} ORDER BY rowid")
-    snapshot.unlink()
-    return made
-
-
-def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection[str]) -> bool:
+def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection[str], folder: Path) -> bool:
     """Bring news of the manifest into a catalogue's database; whether copies of records are yet to be `restored`.
 
-    A bucket of an earlier version, which has none, is looked through instead, and gets one.
+    A bucket of an earlier version, which has none, is looked through instead, and gets one. `folder` is for snapshots.
     """
-    known = _applied(database)
+    known = {name for (name,) in database.execute("SELECT name FROM applied")}
     if {*names} - known or not names:
         database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (_UNRESTORED,))
     if not names:
@@ -169,13 +165,13 @@ def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection
             lines += [record("pin", session_id, True) for session_id in sorted(found)]
             if found:
                 logger.warning("%s is pinned, %d sessions: which were is not known here", manifest.place, len(found))
-        replay(database, manifest.write(lines), lines, manifest)
+        replay(database, manifest.write(lines), lines, manifest.bases)
         return True
-    bring(database, manifest, names)
+    bring(database, manifest, sorted({*names} - known), folder)
+    gone = [(name,) for name in known - {*names, _UNRESTORED}]
     with transaction(database):
-        gone = [(name,) for name in known - {*names, _UNRESTORED}]
         database.executemany("DELETE FROM applied WHERE name = ?", gone)
-    return _UNRESTORED in _applied(database)
+    return database.execute("SELECT 1 FROM applied WHERE name = ?", (_UNRESTORED,)).fetchone() is not None
 
 
 def restored(database: sqlite3.Connection) -> None:
@@ -188,17 +184,32 @@ def kept_before(place: Place) -> Path:
     return home() / "stores" / place.id
 
 
-def bring(database: sqlite3.Connection, manifest: Manifest, names: Collection[str]) -> None:
-    """Apply those of the parts that are new; OSError if the database does not have the newest snapshot's entries."""
-    known, newest = _applied(database), newest_snapshot(names)
-    if newest and newest not in known:
-        raise OSError(f"{newest} of the manifest of {manifest.place} could not be read")
-    for name, lines in manifest.read(sorted(name for name in names if name not in known and not is_snapshot(name))):
-        replay(database, name, lines, manifest)
-    older = [(name,) for name in names if is_snapshot(name)]
-    with transaction(database):
-        database.executemany("INSERT OR IGNORE INTO applied VALUES (?)", older)
+def bring(database: sqlite3.Connection, manifest: Manifest, names: Sequence[str], folder: Path) -> None:
+    """Apply these parts and snapshots to a catalogue's database; snapshots are unpacked in `folder`."""
+    for name in filter(is_snapshot, names):
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as unpacked:
+            manifest.fetch(name, path := Path(unpacked, "snapshot"))
+            merge_snapshot(database, path, name, manifest.bases)
+    for name, lines in manifest.read([name for name in names if not is_snapshot(name)]):
+        replay(database, name, lines, manifest.bases)
 
 
-def _applied(database: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in database.execute("SELECT name FROM applied")}
+def fill_new(manifest: Manifest, path: Path) -> None:
+    """Have the newest snapshot be a new catalogue's database; one of another layout, or out of reach, is left."""
+    unpacked = path.with_name(".new-" + path.name)
+    try:
+        if not (snapshots := sorted(filter(is_snapshot, manifest.names()))):
+            return
+        manifest.fetch(snapshots[-1], unpacked)
+    except OSError:
+        logger.exception("the manifest of %s cannot be read: only files of the disk are listed", manifest.place)
+        return
+    with contextlib.closing(connected(unpacked)) as database:
+        if database.execute("PRAGMA user_version").fetchone() != (LAYOUT,):
+            unpacked.unlink()
+            return
+        with transaction(database):
+            database.execute("UPDATE files SET uri = ? || uri", (manifest.bases.bucket,))
+            database.execute("UPDATE origin SET inode = ?", (os.stat(unpacked).st_ino,))
+            database.executemany("INSERT INTO applied VALUES (?)", [(snapshots[-1],), (_UNRESTORED,)])
+    unpacked.rename(path)

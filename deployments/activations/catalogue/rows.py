@@ -7,12 +7,12 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from deployments.activations.catalogue.manifest import Manifest
+from deployments.activations.catalogue.manifest import Bases
 from deployments.activations.facts import Entry, PointType, RunFacts, StoredFile, name_of
 from deployments.activations.files.disk import SessionFile, scan
 from deployments.activations.files.places import DamagedError
@@ -25,12 +25,30 @@ ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes
 # A run that another file holds already stays that file's.
 _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,
     offset, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
+_SUM = """INSERT INTO sums VALUES (?, ?, ?, ?, ?, random()) ON CONFLICT (session, model) DO UPDATE SET
+    runs = runs + excluded.runs, tokens = tokens + excluded.tokens, bytes = bytes + excluded.bytes,
+    mark = excluded.mark"""
+SUM_AGAIN = """INSERT OR REPLACE INTO sums SELECT session, model, count(*), sum(tokens), sum(bytes), random()
+    FROM runs GROUP BY session, model"""
+_SUM_ONE_AGAIN = SUM_AGAIN.replace("GROUP", "WHERE session = ? GROUP")
 _KEPT = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
 
 # A file that changed less than this before it was looked at may change again without showing another time.
 _TICK_NS = 2_000_000_000
 
 logger = logging.getLogger(__name__)
+
+
+def add_runs(database: sqlite3.Connection, session_id: str, file: int, entries: Sequence[Entry]) -> int:
+    """Add runs of a file, by its number, to the catalogue's tables, and to the sums; how many were not known."""
+    if not entries:
+        return 0
+    added = database.executemany(_ADD, [_row(session_id, file, entry) for entry in entries]).rowcount
+    if added == len(entries):
+        database.executemany(_SUM, _sums(session_id, entries))
+    elif added:
+        database.execute(_SUM_ONE_AGAIN, (session_id,))
+    return added
 
 
 def _row(session_id: str, file: int, entry: Entry) -> tuple[Any, ...]:
@@ -42,6 +60,14 @@ def _row(session_id: str, file: int, entry: Entry) -> tuple[Any, ...]:
         *(session_id, facts.run_id, file, float(facts.created), str(facts.model), facts.sample_id, tags),
         *(int(facts.tokens), entry.bytes, entry.rows, entry.first_row, entry.offset, said),
     )
+
+
+def _sums(session_id: str, entries: Sequence[Entry]) -> Iterator[tuple[str, str, int, int, int]]:
+    """Of runs of a session how many there are, their tokens and bytes, by model."""
+    for model in dict.fromkeys(entry.facts.model for entry in entries):
+        own = [entry for entry in entries if entry.facts.model == model]
+        tokens, size = sum(int(entry.facts.tokens) for entry in own), sum(entry.bytes for entry in own)
+        yield session_id, str(model), len(own), tokens, size
 
 
 def tag_line(name: str, value: str) -> str:
@@ -61,11 +87,11 @@ def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
     return entries
 
 
-def refresh(database: sqlite3.Connection, root: Path, manifest: Manifest | None = None) -> bool:
+def refresh(database: sqlite3.Connection, root: Path, bases: Bases | None = None) -> bool:
     """Bring the database up to date with the files; false if some could not be read now.
 
-    With a bucket's manifest, a file that is gone and archived is one of the bucket's from then on, and back where it is
-    there again.
+    With a bucket, a file that is gone and archived is one of the bucket's from then on, and back where it is there
+    again.
     """
     missed = list[str]()
     on_disk = "SELECT uri, bytes, modified_ns FROM files WHERE uri LIKE 'file:%'"
@@ -75,14 +101,14 @@ def refresh(database: sqlite3.Connection, root: Path, manifest: Manifest | None 
         if known.get(file.uri) == (file.bytes, file.modified_ns):
             del known[file.uri]
             continue
-        settled = _settle(database, file, manifest) if manifest else file
+        settled = _settle(database, file, bases) if bases else file
         if settled is not file:
             known.pop(file.uri, None)
         if settled:
             changed.append(settled)
-    if manifest:
+    if bases:
         there = {file.uri for file in changed}
-        for uri in [uri for uri in known if uri not in there and move(database, uri, manifest.bucket + name_of(uri))]:
+        for uri in [uri for uri in known if uri not in there and move(database, uri, bases.bucket + name_of(uri))]:
             del known[uri]
     if known:  # those that are gone, or to be read again
         forget(database, known)
@@ -111,7 +137,7 @@ def move(database: sqlite3.Connection, uri: str, to: str, modified_ns: int = 0) 
     return True
 
 
-def _settle(database: sqlite3.Connection, file: SessionFile, manifest: Manifest) -> SessionFile | None:
+def _settle(database: sqlite3.Connection, file: SessionFile, bases: Bases) -> SessionFile | None:
     """A file on the disk as it is to be read; None where nothing is: the bucket has it, or its session was deleted.
 
     One whose name the bucket has, or had, for another file gets a new one: it was copied here, or changed.
@@ -123,14 +149,14 @@ def _settle(database: sqlite3.Connection, file: SessionFile, manifest: Manifest)
         path.unlink(missing_ok=True)
         return None
     archived = "SELECT uri, bytes FROM files WHERE uri IN (?, ?) AND archived"
-    found = database.execute(archived, (uri, manifest.bucket + name)).fetchone()
+    found = database.execute(archived, (uri, bases.bucket + name)).fetchone()
     if found and found[1] == file.bytes:
         move(database, found[0], uri, file.modified_ns)
         return None
     if not found and not deleted:
         return file
     if found:
-        move(database, found[0], manifest.bucket + name)
+        move(database, found[0], bases.bucket + name)
     other = path.rename(path.with_name(f"{path.stem}-{secrets.token_hex(4)}.arrow"))
     logger.warning("%s is now %s: the bucket has, or had, another file of that name", path, other.name)
     return file._replace(file=other)
@@ -138,11 +164,14 @@ def _settle(database: sqlite3.Connection, file: SessionFile, manifest: Manifest)
 
 def forget(database: sqlite3.Connection, uris: Iterable[str]) -> None:
     """Forget files and the runs in them: all or nothing."""
-    these = "SELECT value FROM json_each(?)"
     with transaction(database):
-        listed = (json.dumps([*uris]),)
-        database.execute(f"DELETE FROM runs WHERE file IN (SELECT id FROM files WHERE uri IN ({these}))", listed)
-        database.execute(f"DELETE FROM files WHERE uri IN ({these})", listed)
+        database.execute("CREATE TEMP TABLE gone (id INTEGER PRIMARY KEY)")
+        found = "INSERT INTO gone SELECT id FROM files WHERE uri = ?"
+        database.executemany(found, [(uri,) for uri in uris])
+        sessions = "SELECT session FROM files WHERE id IN gone"
+        database.execute(f"DELETE FROM runs WHERE session IN ({sessions}) AND file IN gone")
+        database.execute("DELETE FROM files WHERE id IN gone")
+        database.execute("DROP TABLE gone")
 
 
 def _read(database: sqlite3.Connection, seen: SessionFile, now: int) -> None:
@@ -166,9 +195,7 @@ def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry],
             new = "INSERT INTO files (session, uri, bytes, sealed, rows, points) VALUES (?, ?, 0, 0, 0, '{}')"
             found = database.execute(new, (session_id, file.uri)).lastrowid, 0, 0
         id, known, size = found
-        added = (
-            database.executemany(_ADD, [_row(session_id, id, entry) for entry in entries]).rowcount if entries else 0
-        )
+        added = add_runs(database, session_id, id, entries)
         count = known + sum(entry.rows for entry in entries) if known is not None and added == len(entries) else None
         if entries and not known:
             said = json.dumps(dict(entries[0].points))

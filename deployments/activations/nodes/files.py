@@ -23,6 +23,7 @@ from deployments.activations.state.nodes import SCHEME, Node, Nodes, node_of
 from deployments.clusters import NAMESPACE, detached
 
 _UPLOAD_S = 3600.0  # that one segment's upload may take
+_ANSWER_S = 30.0  # that anything else may
 _FLUSH_S = 2.0  # that a node may take to report its latest runs
 _PIECE = 8 << 20  # bytes that are read by one call
 
@@ -76,6 +77,7 @@ class NodePlace(Place):
     def __init__(self, root: str, nodes: Nodes, bucket: Place | None = None) -> None:
         super().__init__(None, "", SCHEME.removesuffix("/"), restores=False)
         self._root, self._nodes, self._bucket = root, nodes, bucket
+        self._readers: dict[str, Any] = {}  # by their nodes' ids in Ray
 
     def file(self, name: str) -> File:
         """A node's segment, `<key>/<session>/<segment>`, or its copy in the bucket; NodeAwayError if neither."""
@@ -91,23 +93,16 @@ class NodePlace(Place):
                 return copy
             raise
 
-    def ask(
-        self, uri: str, method: str, *args: int, of: Callable[[str, str], Any] | None = None, within_s: float = 30.0
-    ) -> Any:
-        """What an actor of a segment's node answers, by default its `SegmentReader`.
+    def ask(self, uri: str, method: str, *args: int) -> Any:
+        """What the `SegmentReader` of a segment's node answers; raises as `answered`."""
+        node = place_of_node(self._nodes, uri)
 
-        NodeAwayError if the node is away, or does not answer in time; OSError if its disk refuses.
-        """
-        node = _node_of(self._nodes, uri)
-        try:
-            actor = (of or _reader_on)(self._root, node.ray_id)
-            return getattr(actor, method).remote(name_of(uri), *args).future().result(timeout=within_s)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, OSError):
-                raise error.cause from error
-            raise OSError(f"node {node.name}: {error.cause}") from error
-        except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
-            raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
+        def asked() -> Any:
+            if node.ray_id not in self._readers:
+                self._readers[node.ray_id] = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
+            return getattr(self._readers[node.ray_id], method).remote(name_of(uri), *args)
+
+        return answered(node, asked, _ANSWER_S)
 
     def below(self, name: str) -> Place:
         """It: no directory of a node is listed by this."""
@@ -120,20 +115,25 @@ class NodePlace(Place):
 
     def upload(self, uri: str, size: int) -> None:
         """Upload a segment from its node; raises as `ask`."""
-        self.ask(uri, "upload", size, of=writer_on, within_s=_UPLOAD_S)
+        self._ask_writer(uri, lambda writer: writer.upload.remote(name_of(uri), size), _UPLOAD_S)
 
     def remove(self, uri: str) -> None:
         """Remove a segment from its node's disk; raises as `ask`."""
-        self.ask(uri, "remove", of=writer_on)
+        self._ask_writer(uri, lambda writer: writer.remove.remote(name_of(uri)), _ANSWER_S)
 
-    def flush(self) -> None:
-        """Make the nodes that answer soon report their latest runs."""
+    def flush(self) -> bool:
+        """Make the nodes that answer soon report their latest runs; whether there are any such nodes."""
+        alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
         asked = []
-        for node in self._nodes.all().values():
-            if self._nodes.is_alive(node):
-                with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                    asked.append(writer_on(self._root, node.ray_id).flush.remote().future())
+        for node in alive:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                asked.append(writer_on(self._root, node.ray_id).flush.remote().future())
         wait(asked, timeout=_FLUSH_S)
+        return bool(alive)
+
+    def _ask_writer(self, uri: str, call: Callable[[Any], Any], seconds: float) -> None:
+        node = place_of_node(self._nodes, uri)
+        answered(node, lambda: call(writer_on(self._root, node.ray_id)), seconds)
 
 
 class NodeFile(File):
@@ -176,7 +176,7 @@ class _Ranges(io.RawIOBase):
         return b"".join(pieces)
 
 
-def _node_of(nodes: Nodes, uri: str) -> Node:
+def place_of_node(nodes: Nodes, uri: str) -> Node:
     """The node on whose disk a segment lies; NodeAwayError if it is not in the cluster or lost its disk."""
     node = nodes.all().get(node_of(uri) or "")
     if node is None:
@@ -188,8 +188,16 @@ def _node_of(nodes: Nodes, uri: str) -> Node:
     return node
 
 
-def _reader_on(root: str, node: str) -> Any:
-    return ray.get_actor(_named(root, node), namespace=NAMESPACE)
+def answered(node: Node, ask: Callable[[], Any], seconds: float) -> Any:
+    """What an actor of a node answers in time; NodeAwayError if it does not, OSError if its disk refuses."""
+    try:
+        return ask().future().result(timeout=seconds)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, OSError):
+            raise error.cause from error
+        raise OSError(f"node {node.name}: {error.cause}") from error
+    except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
+        raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
 
 
 def _named(root: str, node: str) -> str:

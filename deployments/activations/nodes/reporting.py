@@ -6,17 +6,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import ray
 
-from deployments.activations.facts import Note, name_of
-from deployments.activations.state.nodes import Deletion, Node, uri_of
-
-if TYPE_CHECKING:  # the ingress imports this module too, and needs no Arrow
-    from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.facts import Note
+from deployments.activations.state.nodes import Deletion, Node
 
 BATCH = 50  # runs in one call; Ray passes so few without its object store
 GATHER_S = 0.2  # wait for more runs before a report
@@ -30,8 +29,7 @@ logger = logging.getLogger(__name__)
 class Reply(NamedTuple):
     """What the store answers to a node, with another `life` each time that it has started.
 
-    `refused` sessions may get no more runs. Where the node joins, `known` says of each of its files, by URI, how many
-    bytes it had and behind which byte the next run to report begins.
+    `refused` sessions may get no more runs; `known` are bytes and runs of the node's files, by name, where it joins.
     """
 
     life: str
@@ -46,8 +44,9 @@ class RunReporter:
     Args:
         store: The store's actor.
         node: Its key is empty if the node writes into the store's directory.
-        catalogue: The node's, from which runs are reported in the order of their files.
+        stored: Gives the node's files and runs, without files of which the store has the same size and run count.
         delete: Deletes a session; returns whether it is gone.
+        on_reported: Called with the notes that the store has now.
         beat: Called after each round, at least every `BEAT_S` seconds while the store answers.
 
     Attributes:
@@ -58,32 +57,37 @@ class RunReporter:
         self,
         store: Any,
         node: Node,
-        catalogue: Catalogue,
+        stored: Callable[[Mapping[str, tuple[int, int]]], Iterable[Note]],
         delete: Callable[[Deletion], bool],
+        on_reported: Callable[[list[Note]], None],
         beat: Callable[[], None],
     ) -> None:
         self.refused: dict[str, str] = {}
-        self._store, self._node, self._catalogue = store, node, catalogue
-        self._delete, self._beat = delete, beat
+        self._store, self._node = store, node
+        self._stored, self._delete, self._on_reported, self._beat = stored, delete, on_reported, beat
         self._lock = threading.Lock()  # for the next two
-        self._news, self._flushes = dict[str, None](), list[Future[None]]()  # files with something to report
-        self._next_run: dict[str, int] = {}  # by file, the byte from which on its runs are not reported
+        self._notes, self._flushes = deque[Note](), list[Future[None]]()
         self._done: list[int] = []  # ids of deletions that are done and not reported yet
         self._life: str | None = None  # of the store that knows the node
-        self._hurry, self._wake = threading.Event(), threading.Event()
+        self._news, self._hurry = threading.Event(), threading.Event()
         self._joined, self._began = threading.Event(), time.monotonic()
         self._ended = False
-        catalogue.on_added = self._added
         self._thread = threading.Thread(target=self._loop, name="activation-reporter", daemon=True)
         self._thread.start()
 
+    def add(self, notes: Iterable[Note]) -> None:
+        """Report these within a second."""
+        with self._lock:
+            self._notes.extend(part for note in notes for part in _parts(note))
+        self._news.set()
+
     def flush(self) -> Future[None]:
-        """Report at once; done when the store has all runs and its deletions are done, or when it does not answer."""
+        """Report at once; done when the store has all notes and its deletions are done, or when it does not answer."""
         future = Future[None]()
         with self._lock:
             self._flushes.append(future)
         self._hurry.set()
-        self._wake.set()
+        self._news.set()
         return future
 
     async def joined(self, seconds: float) -> None:
@@ -97,11 +101,6 @@ class RunReporter:
         self._ended = True
         self.flush()
         self._thread.join()
-
-    def _added(self, notes: Iterable[Note]) -> None:
-        with self._lock:
-            self._news |= dict.fromkeys(note.file.uri for note in notes)
-        self._wake.set()
 
     def _loop(self) -> None:
         pause = PAUSE_S[0]
@@ -127,80 +126,73 @@ class RunReporter:
                 self._hurry.wait(pause)
                 pause = min(2 * pause, PAUSE_S[1])
             else:
-                self._wake.wait(BEAT_S)
+                self._news.wait(BEAT_S)
                 self._hurry.wait(GATHER_S)
-                self._wake.clear()
+                self._news.clear()
 
     def _report(self) -> None:
         while not self._ended:
             if self._life is None:
                 self._join()
             notes = self._next()
-            uris = [reported_uri(self._node, note.file.uri) for note in notes]
-            told = [note._replace(file=note.file._replace(uri=uri)) for note, uri in zip(notes, uris, strict=True)]
-            reply = self._call(self._store.report, self._node.key, told, self._done, list(self.refused))
+            reply = self._call(self._store.report, self._node.key, notes, self._done, list(self.refused))
             self._done = []
-            self._reported(notes)
+            with self._lock:
+                for _ in notes:
+                    self._notes.popleft()
+            self._on_reported(notes)
             if reply.life != self._life:
                 self._life = None
             self._take(reply)
-            if self._life is not None and not self._news and not self._done:
+            if self._life is not None and not self._notes and not self._done:
                 return
 
     def _join(self) -> None:
-        """Do the store's deletions first; all that it does not have is news."""
+        """Do the store's deletions first, then report everything that it does not have."""
         reply = self._call(self._store.join, self._node)
         self._take(reply)
-        known = reply.known or {}
-        for uri, now in self._catalogue.files_of("file:").items():
-            has = known.get(reported_uri(self._node, uri), (0, 0))
-            self._next_run[uri] = has[1]
-            if has != now:
-                with self._lock:
-                    self._news[uri] = None
+        with self._lock:
+            self._notes.clear()  # `_stored` reports everything that is stored by now
+        stored = [part for note in self._stored(reply.known or {}) for part in _parts(note)]
+        with self._lock:
+            self._notes.extendleft(reversed(stored))
         self._life = reply.life
         self._joined.set()
 
     def _take(self, reply: Reply) -> None:
         self.refused = reply.refused
         for deletion in reply.deletions:
-            if deletion.id not in self._done:
-                if not self._delete(deletion):  # the store knows nothing of the session's runs that stay or came since
+            if deletion.id in self._done:
+                continue
+            is_deleted = self._delete(deletion)
+            self._done.append(deletion.id)
+            with self._lock:
+                kept = [note for note in self._notes if note.session_id != deletion.session_id]
+                if not is_deleted or len(kept) < len(
+                    self._notes
+                ):  # runs that came since have to be reported by a new join
                     self._life = None
-                self._done.append(deletion.id)
+                self._notes = deque(kept)
 
     def _next(self) -> list[Note]:
-        """The next runs to report, with their files; after any error, a new join finds them again."""
-        notes, left = list[Note](), BATCH
-        while left > 0:
-            with self._lock:
-                if (uri := next(iter(self._news), None)) is None:
+        notes, runs = list[Note](), 0
+        with self._lock:
+            for note in self._notes:
+                runs += max(1, len(note.entries))
+                if notes and runs > BATCH:
                     break
-                del self._news[uri]
-            if (note := self._catalogue.of_file(uri, self._next_run.get(uri, 0), left)) is None:
-                continue  # it was deleted since
-            if len(note.entries) == left:  # perhaps there are more: for the store it is sealed with its last run
-                note = note._replace(file=note.file._replace(sealed=False, modified_ns=None))
-                with self._lock:
-                    self._news[uri] = None
-            notes.append(note)
-            left -= max(1, len(note.entries))
+                notes.append(note)
         return notes
-
-    def _reported(self, notes: Iterable[Note]) -> None:
-        """The store has these; it alone lists sealed files of its own directory."""
-        for _, entries, file in notes:
-            if entries:
-                self._next_run[file.uri] = entries[-1].offset + 1
-            if file.sealed:
-                self._next_run.pop(file.uri, None)
-                if not self._node.key:
-                    self._catalogue.forget_files(file.uri)
 
     def _call(self, method: Any, *args: Any) -> Reply:
         return method.remote(*args).future().result(timeout=_ANSWER_S)  # type: ignore[no-any-return]
 
 
-def reported_uri(node: Node, uri: str) -> str:
-    """A segment's URI as the store lists it; relative to the node's directory if the node has its own."""
-    return uri_of(node.key, name_of(uri)) if node.key else uri
+def _parts(note: Note) -> Iterable[Note]:
+    last = max(0, len(note.entries) - 1) // BATCH * BATCH
+    for first in range(0, last + 1, BATCH):
+        is_last = first == last  # a file is sealed for the store once it knows all its runs
+        file = note.file if is_last else note.file._replace(sealed=False, modified_ns=None)
+        some = note.entries[first : first + BATCH]  # without what the file alone has of a run
+        bare = [one._replace(facts=replace(one.facts, interventions=[], text=None)) for one in some]
+        yield note._replace(entries=bare, file=file)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -111,7 +111,7 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
     node = next(node for node in ray.nodes() if node["NodeID"] == own)  # type: ignore[no-untyped-call]
     if HEAD in node["Resources"]:  # where the store is
         return store
-    writer = open_writer(root, store, archive, own, node["NodeManagerAddress"])
+    writer = _open_writer(root, store, archive, own, node["NodeManagerAddress"])
     try:
         ray.get(writer.ready.remote(), timeout=_READY_S)
     except ray.exceptions.RayTaskError as error:
@@ -123,8 +123,15 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
     return writer
 
 
-def open_writer(root: str, store: Any, archive: str | None, node: str, address: str) -> Any:
-    """Have a node's directory be open, given its id in Ray and its address; the handle of its writer."""
+def open_returned(root: str, store: Any, archive: str | None, away: Mapping[str, str]) -> None:
+    """Open the directories of nodes that have come back, given the ids in Ray that they had by their addresses."""
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        address, own = node["NodeManagerAddress"], node["NodeID"]
+        if node["Alive"] and address in away and away[address] != own:
+            _open_writer(root, store, archive, own, address)
+
+
+def _open_writer(root: str, store: Any, archive: str | None, node: str, address: str) -> Any:
     from deployments.activations.nodes.writer import NodeWriter
 
     on_it = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -164,6 +171,11 @@ async def _fetch(run_id: str, batches: Sequence[Ref]) -> list[Any]:
             f"The activations of run {run_id} were lost before they were stored "
             f"({type(error).__name__}): send the request again."
         ) from error
+
+
+async def awaited(answer: Awaitable[Any]) -> Any:
+    """A reference of Ray's as a coroutine, which asyncio's limits of time take."""
+    return await answer
 
 
 def releases_nodes() -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -16,13 +16,13 @@ import ray
 from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
-from deployments.activations.facts import StoreError, explained
+from deployments.activations.facts import Note, StoreError, explained, name_of
 from deployments.activations.files.disk import restrict, write
 from deployments.activations.files.places import place_of
 from deployments.activations.nodes.files import serve_segments
-from deployments.activations.nodes.reporting import RunReporter, reported_uri
-from deployments.activations.nodes.submitting import Home, RunReceiver, StartingError, is_released
-from deployments.activations.state.nodes import Deletion, Node
+from deployments.activations.nodes.reporting import RunReporter
+from deployments.activations.nodes.submitting import Home, RunReceiver, StartingError, awaited, is_released
+from deployments.activations.state.nodes import Deletion, Node, uri_of
 from deployments.activations.writer.recovery import MARK, open_directory
 from deployments.activations.writer.room import Room
 from deployments.activations.writer.writer import Writer
@@ -88,7 +88,7 @@ class NodeWriter(RunReceiver):
 
     async def wait_archived(self, uri: str) -> None:
         """As `ActivationStore.wait_archived`: the store archives what all writers seal."""
-        await self._store.wait_archived.remote(reported_uri(self._node, uri))
+        await self._store.wait_archived.remote(self._reported_uri(uri))
 
     async def check_room(self, session_id: str, size: int) -> None:
         """As `ActivationStore.check_room`, by the quotas in the store's last reply."""
@@ -126,7 +126,7 @@ class NodeWriter(RunReceiver):
 
     async def _home(self) -> Home:
         try:
-            answer: Home = await asyncio.wait_for(self._store.place.remote(), _ASK_S)
+            answer: Home = await asyncio.wait_for(awaited(self._store.place.remote()), _ASK_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             reason = str(error) or f"no answer in {_ASK_S:g} s"
             raise StartingError(f"The activation store has not started ({reason}): send the request again.") from error
@@ -162,7 +162,10 @@ class NodeWriter(RunReceiver):
         self._begin_writer = functools.partial(Writer, self._root, catalogue)
         self._writer = self._begin_writer()
         self._room = Room(self._root)
-        self._reporter = RunReporter(self._store, self._node, catalogue, self._delete, self._beat)
+        self._reporter = RunReporter(
+            self._store, self._node, self._stored, self._delete, self._forget_reported, self._beat
+        )
+        catalogue.on_added = lambda added: self._reporter.add(self._notes(added))
         self._opened = True
 
     # ---- for the reporter's thread
@@ -172,18 +175,38 @@ class NodeWriter(RunReceiver):
         if self._archive and is_released():
             self._writing().seal(None).result()
 
+    def _stored(self, known: Mapping[str, tuple[int, int]]) -> Iterator[Note]:
+        """The node's files and runs, but for the files that the store knows as they are."""
+        counts = self._catalogue.files_of("file:")
+        for session_id, file in self._catalogue.all_files():
+            name = name_of(file.uri)
+            if known.get(name) != counts.get(name):
+                yield from self._notes([Note(session_id, self._catalogue.of_file(file.uri), file)])
+
+    def _forget_reported(self, notes: Sequence[Note]) -> None:
+        for file in (note.file for note in notes if note.file.sealed and not self._node.key):
+            self._catalogue.forget_files(file.uri)
+
     def _delete(self, deletion: Deletion) -> bool:
-        """Delete a session of the node's own directory, as `Deletion` says; whether it has no run now."""
+        """Delete a session of the node's own directory, as `Deletion` says; whether it did."""
         self._bar(deletion.fence)
         catalogue, session_id, last = self._catalogue, deletion.session_id, deletion.last
+        if last is None:
+            self._writing().delete(session_id).result()
+            return True
 
         def goes_on(busy: Set[str]) -> bool:
-            return last is not None and (
-                session_id in busy or any(created > last for _, created in catalogue.last_runs(session_id))
-            )
+            return session_id in busy or any(created > last for _, created in catalogue.last_runs(session_id))
 
         self._writing().delete(session_id, unless=goes_on).result()
         return not catalogue.knows(session_id)
+
+    def _notes(self, added: Iterable[Note]) -> list[Note]:
+        return [note._replace(file=note.file._replace(uri=self._reported_uri(note.file.uri))) for note in added]
+
+    def _reported_uri(self, uri: str) -> str:
+        """A segment's URI as the store lists it; relative to the node's directory if the node has its own."""
+        return uri_of(self._node.key, name_of(uri)) if self._node.key else uri
 
     async def _check(self, session_id: str, fence: str | None) -> None:
         """Raise StoreError where no run of a session may be written."""

@@ -380,26 +380,6 @@ def test_a_snapshot_takes_the_place_of_many_parts_also_where_a_crash_leaves_both
     assert same(load(bucket.uri("session"), "r3", verify=True), made[3])
 
 
-def test_a_directory_that_comes_back_after_another_archived_knows_what_that_one_did(bucket, head, make, monkeypatch):
-    one = head()
-    one.archived(make("a"), make("gone", session_id="other"))
-    one.store(make("late"))
-    one.close()
-    other = head("another head")
-    other.archived(make("b"))
-    assert other.writer.delete("other").result()
-    assert other.writer.ask(lambda manager: manager.pin("session", True)).result()
-    until(lambda: other.archive._records() and bucket.objects("other") == [])
-    monkeypatch.setattr(archive, "MANY_PARTS", 0)
-    monkeypatch.setattr(archive, "MOST_PARTS", 0)
-    until(lambda: any(name.startswith("snapshot-") for name in bucket.names(".manifest")))
-    other.close()
-    again = head()
-    assert sorted(run["run_id"] for run in again.catalogue.runs()) == ["a", "b", "late"]
-    assert Pins(again.root).names() == {"session"}
-    until(lambda: all(run["archived"] for run in again.catalogue.runs()))
-
-
 def test_who_reads_by_the_buckets_uri_uses_the_manifest(bucket, head, make, tmp_path, capsys):
     one = head()
     points = {f"layers.{i}.output": torch.randn(200, 4) for i in range(30)} | {"big": torch.randn(200, 20_000)}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,9 @@ from deployments.activations import load, runs
 from deployments.activations.actors.store import ActivationStore
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.catalogue.manifest import Manifest
-from deployments.activations.catalogue.replaying import write_snapshot
-from deployments.activations.facts import Account, StoreError, names_a_session
-from deployments.activations.files.places import place_of
+from deployments.activations.catalogue.manifest import Bases
+from deployments.activations.catalogue.replaying import merge_snapshot, write_snapshot
+from deployments.activations.facts import Account, Note, StoreError, names_a_session
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.submitting import Home
 from deployments.activations.nodes.writer import NodeWriter
@@ -384,31 +381,29 @@ def test_runs_of_a_file_that_was_told_in_part_are_listed_when_the_node_joins_aga
     assert None in told
 
 
-@pytest.mark.parametrize("version", ["this", "another"])
-def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path, big, version):
-    made, root = big("r"), tmp_path / "kept"
+def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path, big):
+    made, bases = big("r"), Bases("s3://bucket/prefix", "file:///store")
+    root = tmp_path / "kept"
     catalogue = Catalogue.rebuild(root)
     writer = SegmentWriter(tmp_path / "other", other := Catalogue.rebuild(tmp_path / "other"))
     writer.submit(made.facts, made.batches).result()
     writer.close()
-    [uri] = other.files("session")
-    note = other.of_file(uri)
-    catalogue.add(note._replace(file=note.file._replace(uri=uri_of("key", "session/a.arrow"))))
-    catalogue.change(lambda database: database.execute("UPDATE files SET archived = 1"))
-    write_snapshot(root / NAME, tmp_path / "snapshot")
-    if version == "another":
-        with closing(sqlite3.connect(tmp_path / "snapshot")) as database:
-            database.execute("PRAGMA user_version = 7")
-            database.execute("ALTER TABLE files ADD COLUMN of_another_version TEXT")
-            database.execute("DROP INDEX runs_by_time")
-    (tmp_path / "bucket" / ".manifest").mkdir(parents=True)
-    manifest = Manifest(place_of((tmp_path / "bucket").as_uri()))
-    manifest.put_snapshot(manifest.new_snapshot(), tmp_path / "snapshot")
-    fresh = Catalogue.rebuild(tmp_path / "fresh", manifest)
-    assert [run.uri for run in fresh.entries("session")] == [f"{manifest.bucket}session/a.arrow"]
-    assert [run.archived for run in fresh.entries("session")] == [True]
-    assert fresh.sizes() == {"session": note.file.bytes}
-    assert fresh.sessions()[0] == catalogue.sessions()[0] | {"archived": True}
-    fresh.close()
+    [(session_id, file)] = other.all_files()
+    entries = other.of_file(file.uri)
+    uri = uri_of("key", "session/a.arrow")
+    catalogue.add(Note(session_id, entries, file._replace(uri=uri)))
+    catalogue.change((), lambda database: database.execute("UPDATE files SET archived = 1"))
+    write_snapshot(root / NAME, tmp_path / "snapshot", bases)
+    for knows_node in (False, True):
+        merged = Catalogue.rebuild(tmp_path / f"merged-{knows_node}")
+        if knows_node:
+            merged.add(Note(session_id, entries, file._replace(uri=uri)))
+        merged.change((), lambda database: merge_snapshot(database, tmp_path / "snapshot", "name", bases))
+        assert [run.uri for run in merged.entries("session")] == [
+            uri if knows_node else "s3://bucket/prefix/session/a.arrow"
+        ]
+        assert [run.archived for run in merged.entries("session")] == [True]
+        assert merged.sizes() == {"session": file.bytes}
+        merged.close()
     catalogue.close()
     other.close()
