@@ -26,14 +26,14 @@ Sums = Sequence[Mapping[str, str]]  # of each batch, the checksums of its column
 class Shard:
     """One Arrow IPC file of a session, appended to by this process alone.
 
-    It has `rows` and, up to the end of the last whole run, `length` bytes, the footer included once it has `ended`,
-    which is durable once it is `sealed`. One that has ended or is `broken` takes no more runs.
+    It has `rows` and, up to the end of the last whole run, `length` bytes, the footer included once `sealed`; a
+    `broken` one takes no more runs.
     """
 
     def __init__(self, root: Path, session_id: str, name: str, schema: pa.Schema) -> None:
         self.session_id, self.schema = session_id, schema
         self.rows = self.length = 0
-        self.broken = self.ended = False
+        self.broken = self.sealed = False
         self._path = root / session_id / name
         self._points = point_types(schema)
         self._batches = self._new_rows = 0  # of the run that is not finished
@@ -43,7 +43,7 @@ class Shard:
         # Arrow writes to the file itself: a call of Python for each buffer would wait for the lock of the interpreter.
         self._sink = pa.OSFile(f"/dev/fd/{self._descriptor}", "ab")
         self._writer = new_file(self._sink, schema)  # writes nothing before the first batch
-        self._synced = self._syncing = _Place(0, 0, 0, False)
+        self._synced = self._syncing = _Place(0, 0, 0)
         self._modified_ns: int | None = None
         self._rewound = False
 
@@ -51,11 +51,6 @@ class Shard:
     def unsynced(self) -> int:
         """Bytes written since the last `begin_sync`."""
         return self._end - self._syncing.written
-
-    @property
-    def sealed(self) -> bool:
-        """Whether all of it is durable, the footer included."""
-        return self._synced.ended
 
     @property
     def size(self) -> int:
@@ -100,7 +95,7 @@ class Shard:
 
     def begin_sync(self) -> None:
         """What is written by now is what `sync` makes durable."""
-        self._syncing = _Place(self.length, self.rows, self._end, self.ended)
+        self._syncing = _Place(self.length, self.rows, self._end)
 
     def sync(self) -> None:
         """Make it and its name durable, while more is written; after an OSError call `fall_back`."""
@@ -118,36 +113,26 @@ class Shard:
 
     def fall_back(self) -> None:
         """It cannot be made durable: take no more runs, and end with those that were before."""
-        self.broken, self.ended = True, False
+        self.broken = True
         self._cut(self._synced.length, self._synced.rows)
-
-    def end(self) -> None:
-        """Write the footer behind its runs, which the next sync makes durable; without it, a broken one is left."""
-        try:
-            if self._rewound:  # the writer's footer would list what was taken away
-                seal(self._descriptor, self._path, self.schema, self.length)
-            else:
-                self._writer.close()
-            self.length = self._end = os.fstat(self._descriptor).st_size
-            self.ended = True
-        except (OSError, pa.ArrowException):
-            self.broken = True
-            self._cut(self.length, self.rows)
 
     def close(self) -> None:
         """Seal the file, or remove it if no run is in it. A broken one reads as a stream as it is."""
         self.rewind()
-        runs = self._synced
-        if not self.broken and not self.ended:
-            self.end()
         try:
-            if self.ended and not self.sealed:
+            if not self.broken:
+                if self._rewound:  # the writer's footer would list what was taken away
+                    seal(self._descriptor, self._path, self.schema, self.length)
+                else:
+                    self._writer.close()
                 os.fsync(self._descriptor)
-                self._modified_ns = os.fstat(self._descriptor).st_mtime_ns
+                state = os.fstat(self._descriptor)
+                self.length = self._end = state.st_size
+                self.sealed, self._modified_ns = True, state.st_mtime_ns
                 self.begin_sync()
                 self.end_sync()
-        except OSError:  # its runs are durable all the same; only the footer is missing
-            self._cut(runs.length, runs.rows)
+        except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
+            self._cut(self.length, self.rows)
         with contextlib.suppress(OSError):  # what counts was fsynced before
             try:
                 if not self.rows:
@@ -197,7 +182,6 @@ class _Place(NamedTuple):
     length: int  # bytes of whole runs
     rows: int  # of whole runs
     written: int  # bytes, those of a run that is not finished included
-    ended: bool  # with a footer
 
 
 class _Rest:

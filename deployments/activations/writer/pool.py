@@ -8,7 +8,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
@@ -84,13 +84,6 @@ class Pool:
         self._taken.remove(shard)
         self._idle[shard] = time.monotonic()
 
-    def end_surplus(self, written: Collection[Shard]) -> None:
-        """End those of `written`, which are to be synced, that are too many: one sync then seals them as well."""
-        surplus = max(0, len(self._idle) + len(self._taken) - self._open_shards)
-        for shard in list(islice(self._idle, surplus)):
-            if shard in written and not self._spent(shard):
-                shard.end()
-
     def settle(self, unsynced: Collection[Shard]) -> None:
         """Close in the background what is full, broken, idle for too long or too many, but not `unsynced` ones."""
         self._seen.clear()
@@ -130,11 +123,11 @@ class Pool:
         return sizes
 
     def _spent(self, shard: Shard) -> bool:
-        return shard.broken or shard.ended or shard.length >= self._shard_bytes
+        return shard.broken or shard.length >= self._shard_bytes
 
     def _close(self, shard: Shard) -> None:
         del self._idle[shard]
-        if not shard.rows or shard.sealed:  # nothing waits for the disk
+        if not shard.rows:  # nothing waits for the disk
             shard.close()
             return
         self._closing[shard] = self._seals.submit(shard.close)

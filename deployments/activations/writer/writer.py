@@ -225,9 +225,7 @@ class Writer:
                 self._do(request)
         if self._commits.ready:
             self._commits.end()
-        if not self._commits.under_way:
-            self._pool.end_surplus(self._commits.shards)
-            self._commits.begin()
+        self._commits.begin()
         if behind or last:
             self._commits.drain()
         self._runs.settle(self._commits.shards)
