@@ -3,7 +3,8 @@
   one session    runs per second of 0.1 MB each, in one session
   sessions       the same, with one session per run
   deleting       the same in one session, while sessions of many files are deleted
-  start          seconds until a store has checked its files, all of them in its catalogue
+  start          seconds until a store has checked its files, all of them in its catalogue, and until a store with an
+                 empty disk knows them from the manifest of their bucket, which is a directory here
 
 Each answer waits until its run is durable.
 """
@@ -23,8 +24,11 @@ from typing import Any
 import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.catalogue.database import sealed_files
+from deployments.activations.catalogue.database import NAME, sealed_files
+from deployments.activations.catalogue.manifest import Manifest
+from deployments.activations.catalogue.replaying import write_snapshot
 from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.files.places import place_of
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
@@ -108,7 +112,7 @@ def known(root: Path, runs: int, files: int) -> None:
     send(writer, files, lambda number: f"s{number % 100}", small)
     writer.close()
     database, each, new = catalogue._database, runs // files, "run_id || '+' || i"
-    columns = "session, {}, file, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, batch, facts"
+    columns = "session, {}, file, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, facts"
     database.execute("BEGIN")
     database.execute(
         f"INSERT INTO runs ({columns.format('run_id')}) WITH RECURSIVE n(i) AS "
@@ -125,6 +129,17 @@ def known(root: Path, runs: int, files: int) -> None:
     print(
         f"start over {count:,} runs in {files:,} files: {time.perf_counter() - began:.2f} s, {recovered:.2f} s recover"
     )
+    catalogue._database.execute("UPDATE files SET archived = 1")
+    catalogue.close()
+    (root / ".bucket" / ".manifest").mkdir(parents=True)
+    manifest = Manifest(place_of((root / ".bucket").as_uri()), root=root)
+    write_snapshot(root / NAME, root / ".copy", manifest.bases)
+    name = manifest.put_snapshot(root / ".copy")
+    began = time.perf_counter()
+    catalogue = Catalogue.rebuild(root / ".new", manifest)
+    catalogue.catch_up()
+    taken, size = time.perf_counter() - began, manifest.names()[name] / 1e6
+    print(f"start over {sum(one['runs'] for one in catalogue.sessions()):,} runs of a manifest, {size:.0f} MB: {taken:.2f} s")
     catalogue.close()
 
 

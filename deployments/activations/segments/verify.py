@@ -176,7 +176,7 @@ def _look_through(found: Verified, file: DiskFile) -> None:
             found.state, found.reason = "cut short", "a run has no end"
         elif is_summed and not _is_written_alike(file.local):
             found.state = "damaged"
-            found.reason = "bytes outside the values (padding, framing or the footer) have changed; all runs can be read"
+            found.reason = "bytes outside the values (padding, framing, footer) have changed; all runs can be read"
     elif not batches:
         found.state, found.reason = "damaged", "no batch of an activation file can be read"
     elif rows_of or end != size:
