@@ -43,7 +43,7 @@ class Interpreter:
 def interpreter(python: str, env: Mapping[str, str], cwd: Path | None = None) -> Iterator[Interpreter]:
     """A process of a Python, while the block runs."""
     process = subprocess.Popen(
-        [python, __file__],
+        [python, "-P", __file__],  # without its folder, which has packages of the project's names
         env=env,
         cwd=cwd,
         stdin=subprocess.PIPE,
