@@ -57,7 +57,7 @@ def opened(chromium: Browser, served: Any) -> Iterator[Callable[..., Page]]:
 @pytest.fixture(scope="module")
 def install(served: Any) -> Iterator[Callable[..., None]]:
     """`install(tensors, name=..., **spec)`: a readout of the served model, until the module's end."""
-    names = []
+    names: list[str] = []
 
     def install(tensors: dict[str, torch.Tensor], name: str, **spec: object) -> None:
         form = {"spec": json.dumps(spec | {"name": name, "model": "vitrine-demo"})}

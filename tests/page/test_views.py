@@ -191,7 +191,7 @@ def test_ids_of_a_text_that_was_typed_over_are_in_no_link(opened):
     page = opened("#lens")
     page.get_by_label("Text").fill(PROMPT)
     page.get_by_role("button", name="Read the layers").click()
-    expect(page.get_by_role("gridcell").last).to_be_visible(timeout=ANSWERED)
+    expect(page.get_by_role("gridcell").last).to_have_attribute("aria-label", re.compile("%$"), timeout=ANSWERED)
     page.get_by_label("Text").fill("Ann reads.")
     page.get_by_role("gridcell").first.click()
     expect(page.get_by_role("button", name="Patch it there")).to_be_visible()
