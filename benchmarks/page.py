@@ -108,6 +108,7 @@ def opened(browser: Browser, url: str, tokens: int, layers: int) -> Page:
     page.wait_for_selector(READY)
     page.get_by_role("button", name="Read the layers").click()
     page.wait_for_selector("lens-grid [role=gridcell]")
+    page.wait_for_function(ALL_READ)  # the first window
     return page
 
 

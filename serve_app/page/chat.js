@@ -98,6 +98,9 @@ export function view(app) {
     if (!(await answer()) && turns.at(-1) === asked) {
       // What was typed is not lost: it stands in the box again.
       drop(turns.length - 1);
+      const last = turns.at(-1)?.strip;
+      pins.watch(last ? [last] : []);
+      pins.write({ pinned: [last?.pinned] });
       if (!box.value) box.value = text;
       welcome();
     }
@@ -129,7 +132,7 @@ export function view(app) {
     const strip = document.createElement("token-strip");
     strip.setAttribute("aria-label", "Tokens of the answer");
     turn.strip = strip;
-    turn.answer = { ids: [], offset: 0 };
+    turn.answer = { ids: [], offset: 0, comes: colours.asked()[0] };
     colours.follow([[strip, turn.answer]]);
     pins.watch([strip]);
     const thinks = h("p", { class: "wait" }, "Waiting for the model…");
@@ -237,7 +240,9 @@ export function view(app) {
 
   function recolour() {
     colours.prepare();
-    for (const turn of turns) if (turn.strip) colour(turn);
+    const last = turns.at(-1);
+    const follows = running && last?.strip && colours.follow([[last.strip, last.answer]]);
+    for (const turn of turns) if (turn.strip && !(follows && turn === last)) colour(turn);
   }
 
   function look(turn, index) {

@@ -1,7 +1,7 @@
 // What the tokens of a text are coloured by: numbers of their own, of a captured point, or of a readout.
 
 import { isAbort } from "./api.js";
-import { button, choose, field, fill, h, newId, number, perFrame } from "./dom.js";
+import { button, choose, field, fill, h, newId, number, perFrame, quoted } from "./dom.js";
 import { fillTensors } from "./forms.js";
 import { readouts, rows, rowsBody, scores, scoresBody, span, storedQuery, storedRows, vector } from "./recompute.js";
 import { legend, scale, SURE } from "./scales.js";
@@ -19,8 +19,9 @@ const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm
 /**
  * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` is all token ids `ids`, and which of them
  * are the strip's: from `offset` on, or at `positions`; besides, of a stored run `run` and `isWhole`, and `readouts`,
- * which came with the answer, and `more`, as `rowsBody` takes it. `scores(strip, index, text)` are the numbers for the
- * details. Requests that it makes are noted in `code`. The legend is that of the colours that are shown.
+ * which came with the answer, `comes`, the one that its request asked for, and `more`, as `rowsBody` takes it.
+ * `scores(strip, index, text)` are the numbers for the details. Requests that it makes are noted in `code`. The legend
+ * is that of the colours that are shown.
  */
 export function colouring(app, { code, stored = false, onchange }) {
   const by = choose(NAMES.map(([value, text]) => [value, text ?? value]));
@@ -67,7 +68,7 @@ export function colouring(app, { code, stored = false, onchange }) {
   }
   function begin() {
     arrange();
-    if (by.value in OWN) tell(OWN[by.value][1]());
+    if (!stored && by.value in OWN) tell(OWN[by.value][1]()); // a stored run's tokens may have none
     else if (!held.size && !live) tell(null);
   }
   async function know(model) {
@@ -86,6 +87,8 @@ export function colouring(app, { code, stored = false, onchange }) {
     }
   }
 
+  const note = (strip, request) => code.note(`The colour of ${quoted(strip.getAttribute("aria-label"))}`, request);
+
   /** A number a token, and what to say of them is added to `notes`. */
   async function numbersOf(strip, text, model, signal, notes) {
     if (by.value in OWN) {
@@ -94,7 +97,7 @@ export function colouring(app, { code, stored = false, onchange }) {
     }
     const wanted = text.positions ?? span(text.offset, text.offset + strip.tokens.length);
     if (needs().readout) return readoutOf(strip, text, wanted, model, signal, notes);
-    code.note("The colour", text.run ? storedQuery(text.run, [point.value]) : { method: "POST", path: "v1/completions", body: rowsBody(model, text.ids, [point.value], wanted, text.more) });
+    note(strip, text.run ? storedQuery(text.run, [point.value]) : { method: "POST", path: "v1/completions", body: rowsBody(model, text.ids, [point.value], wanted, text.more) });
     const found = text.run ? await storedRows(text.run, point.value, signal) : null;
     const some = found ? wanted.map((at) => found.rows[found.positions.indexOf(at)]) : Object.values(await rows(model, text.ids, [point.value], wanted, signal, text.more))[0];
     if (by.value === "norm") return some.map((row) => (row ? norm(row) : NaN));
@@ -111,13 +114,13 @@ export function colouring(app, { code, stored = false, onchange }) {
     const { name, column, linear, spec } = chosen();
     let some = text.readouts?.[name]?.rows;
     if (!some && linear && text.run?.points?.[COLUMN + name]) {
-      code.note("The colour", storedQuery(text.run, [COLUMN + name]));
+      note(strip, storedQuery(text.run, [COLUMN + name]));
       const found = await storedRows(text.run, COLUMN + name, signal);
       some = wanted.map((at) => found.rows[found.positions.indexOf(at)]);
     }
     if (!some) {
       if (text.isWhole === false) throw new Error("Not all tokens of the run are stored: the readout cannot be computed now.");
-      code.note("The colour", { method: "POST", path: "v1/completions", body: scoresBody(model, text.ids, spec, wanted, text.more) });
+      note(strip, { method: "POST", path: "v1/completions", body: scoresBody(model, text.ids, spec, wanted, text.more) });
       some = await scores(model, text.ids, spec, wanted, signal, text.more);
       if (stored) notes.push("Computed now, with interventions left out.");
     }
@@ -197,14 +200,15 @@ export function colouring(app, { code, stored = false, onchange }) {
   for (const one of [by, point, direction, readout, feature]) one.addEventListener("change", () => (restart(), onchange()));
   begin();
 
+  const asked = () => (needs().readout && chosen().linear ? [chosen().name] : []);
   const read = () => ({ by: by.value, point: point.value, vector: direction.value, readout: readout.value, feature: feature.valueAsNumber || 0 });
   return {
     element,
     apply,
-    /** Reads what there is to choose from. */
-    prepare: async () => {
+    /** Reads what there is to choose from, for a model. */
+    prepare: async (model = app.model()) => {
       try {
-        if (app.model()) await know(app.model());
+        if (model) await know(model);
       } catch (error) {
         if (error.status !== 401) trouble.replaceChildren(h("p", { class: "error" }, error.message));
       }
@@ -219,7 +223,7 @@ export function colouring(app, { code, stored = false, onchange }) {
     /** Whether the model has to run a stored run's tokens once more for the colour that is chosen. */
     costs: ({ points }) => needs().readout && !(chosen().linear && COLUMN + chosen().name in points),
     /** What a request asks for, so that values of a linear readout come with its answer. */
-    asked: () => (needs().readout && chosen().linear ? [chosen().name] : []),
+    asked,
     scores: (strip, index, text) => {
       const came = Object.entries(text?.readouts ?? {}).flatMap(([name, { labels, rows: its }]) => {
         const spec = installed.find((one) => one.name === name) ?? { name, labels, values: its[index]?.length ?? 0 };
@@ -229,16 +233,19 @@ export function colouring(app, { code, stored = false, onchange }) {
       const has = !title || by.value in OWN || came.some(([name]) => name === title);
       return has ? came : [...came, [title, `${number(found[index], 4)} ${unit}`]];
     },
-    /** Colours strips as their answers come, `[strip, text]` of each, where that takes no request of its own. */
+    /** Colours strips as their answers come, `[strip, text]` of each; gives whether that takes no request of its own. */
     follow: (pairs) => {
       const own = OWN[by.value];
-      const { name, column, linear, spec } = chosen();
-      if (!own && !(needs().readout && linear)) return;
-      const mine = { strips: new Set(pairs.map(([strip]) => strip)), state: JSON.stringify(read()), most: 0, column, spec };
-      live = Object.assign(mine, own ? { of: own[1]() } : { of: scoreScale(spec, column, 0), name });
-      for (const [strip, text] of pairs) {
-        strip.colour((token, i) => mine.of.colour(own ? own[0](token) : valueOf(spec, text.readouts?.[name]?.rows[i], column)));
-      }
+      const { name, column, spec } = chosen();
+      if (!own && !(asked().length && pairs.every(([, { comes }]) => comes === name))) return false;
+      const rows = (text) => text.readouts?.[name]?.rows ?? [];
+      const most = own ? 0 : mostOf(pairs.flatMap(([, text]) => rows(text).map((row) => valueOf(spec, row, column))));
+      for (const [strip] of pairs) release(strip);
+      const mine = { strips: new Set(pairs.map(([strip]) => strip)), state: JSON.stringify(read()), most, column, spec };
+      live = Object.assign(mine, own ? { of: own[1]() } : { of: scoreScale(spec, column, most), name });
+      if (most) tell(live.of);
+      for (const [strip, text] of pairs) strip.colour((token, i) => mine.of.colour(own ? own[0](token) : valueOf(spec, rows(text)[i], column)));
+      return true;
     },
     /** Takes a piece's values of readouts into the text, and colours the tokens that they are of. */
     arrived: (strip, text, came) => {

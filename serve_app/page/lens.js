@@ -158,10 +158,10 @@ export function view(app) {
   }
 
   grid.addEventListener("cell", ({ detail }) => look(detail));
-  grid.addEventListener("patch", ({ detail }) => patch(detail.from, detail.to));
+  grid.addEventListener("patch", ({ detail }) => patchAnew(detail.from, detail.to));
 
   async function look({ position, layer }) {
-    chosen = { position, layer };
+    chosen = isStale ? null : { position, layer }; // a link holds the text that was typed since
     app.changed();
     const place = `layer ${layer}, behind token ${position}, ${quoted(text.texts[position])}`;
     const list = h("div");
@@ -171,7 +171,7 @@ export function view(app) {
     };
     if (at(position, layer)) fillIn(at(position, layer));
     const target = choose(text.texts.map((one, at) => [at, `${at}: ${named(one)}`]).filter(([at]) => at !== position), { id: "patch-target" });
-    const apply = button("Patch it there", () => patch({ position, layer }, { position: Number(target.value), layer }));
+    const apply = button("Patch it there", () => patchAnew({ position, layer }, { position: Number(target.value), layer }));
     const parts = [
       h("h2", {}, `Layer ${layer}`),
       list,
@@ -192,12 +192,17 @@ export function view(app) {
 
   const listed = (top) => top.map(({ token, logprob }) => ({ text: token, logprob }));
 
+  function patchAnew(source, target) {
+    pins.write();
+    patch(source, target);
+  }
+
   /** Runs the text up to its answer with one row replaced, beside the same without. */
   async function patch(source, target) {
     patching?.abort();
     patching = new AbortController();
     const { signal } = patching;
-    patched = { from: source, to: target };
+    patched = isStale ? null : { from: source, to: target };
     app.changed();
     const model = app.model();
     const point = (layer) => `layers.${layer}.output`;
@@ -209,7 +214,8 @@ export function view(app) {
       onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], prompt.length + index)));
     }
     pins.watch(strips.map(([, strip]) => strip));
-    result.replaceChildren(h("h2", {}, title), legend(SURE), h("div", { class: "pair" }, ...strips.map(([made]) => made)), button("Stop", () => patching.abort()));
+    const halt = button("Stop", () => patching.abort());
+    result.replaceChildren(h("h2", {}, title), legend(SURE), h("div", { class: "pair" }, ...strips.map(([made]) => made)), halt);
     result.scrollIntoView({ block: "nearest" });
     try {
       const record = {
@@ -228,11 +234,11 @@ export function view(app) {
       code.note("The patched answer", { method: "POST", path: "v1/completions", body: bodies[1] });
       await Promise.all(bodies.map((body, i) => complete(body, (tokens) => strips[i][1].add(tokens), signal)));
       compare(...strips.map(([, strip]) => strip));
-      pins.restore();
     } catch (error) {
       if (!isAbort(error)) result.append(errorNote(error, () => patch(source, target)));
     } finally {
-      result.querySelector(":scope > button")?.remove();
+      if (result.contains(halt)) pins.restore(); // else another patch, or none, is shown
+      halt.remove();
     }
   }
 

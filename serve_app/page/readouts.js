@@ -98,6 +98,7 @@ export function view(app) {
       ["Point", one.point],
       [isSae ? "Features" : "Values", String(one.values)],
       ["Installed", new Date(one.created * 1000).toLocaleString()],
+      ...(one.description ? [["Description", visible(one.description)]] : []),
     ];
     facts.replaceChildren(h("h2", {}, one.name), h("dl", { class: "facts" }, ...told.flatMap(([term, said]) => [h("dt", {}, term), h("dd", {}, said)])));
     feature.max = one.values - 1;

@@ -165,7 +165,7 @@ export function view(app) {
     return { facts, names, ids, positions, tokens, served, isWhole };
   }
 
-  function show(of) {
+  async function show(of) {
     const { facts, names, ids, tokens } = of;
     const strip = document.createElement("token-strip");
     strip.setAttribute("aria-label", "Tokens of the run");
@@ -177,8 +177,16 @@ export function view(app) {
     colours.write(colour);
     const extra = h("div");
     const later = h("div"); // a colour that is not computed by itself
-    const recolour = () => (later.replaceChildren(), colours.apply(strip, { ids, run: facts, positions: of.positions, isWhole: of.isWhole }));
-    onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], of.positions[index] ?? "", colours.scores(strip, index))));
+    const look = (index) => about.replaceChildren(...details(strip.tokens[index], of.positions[index] ?? "", colours.scores(strip, index)));
+    const recolour = async () => {
+      later.replaceChildren();
+      await colours.apply(strip, { ids, run: facts, positions: of.positions, isWhole: of.isWhole });
+      if (!opened.contains(strip)) return;
+      if (strip.pinned >= 0) look(strip.pinned);
+      colour = colours.read(); // with what is chosen of a list that came meanwhile
+      app.changed();
+    };
+    onLook(strip, look);
     const tags = tagsOf(facts);
     const shapes = names.map((name) => [name, `[${facts.points[name].shape.map((one) => one ?? "…").join(", ")}]`, facts.points[name].dtype]);
     const parts = [
@@ -191,6 +199,8 @@ export function view(app) {
     ];
     opened.replaceChildren(...parts.filter(Boolean));
     pins.restore();
+    await colours.prepare(facts.model);
+    if (!opened.contains(strip)) return;
     if (!colours.costs(facts)) recolour();
     else later.replaceChildren(missing("This colour is not stored with the run.", isAble(of), "Compute it now", recolour));
   }

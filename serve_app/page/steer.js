@@ -17,7 +17,7 @@ const HOW = "the view Readouts says how to install one";
 const TOKENS = [["generated", "the answer’s tokens"], ["all", "all tokens"], ["prompt", "the prompt’s tokens"], ["prompt_last", "the prompt’s last token"]];
 
 export function view(app) {
-  const from = source({ text: "I went to the park and", label: "Prompt", max: 60, onchange: app.changed });
+  const from = source({ text: "I went to the park and", label: "Prompt", max: 60, onchange: () => (pins.write(), app.changed()) });
   const kind = choose(KINDS);
   const toward = h("textarea", { rows: 2, placeholder: "I love this, it is wonderful" });
   const away = h("textarea", { rows: 2, placeholder: "I hate this, it is terrible" });
@@ -34,7 +34,8 @@ export function view(app) {
   const run = h("button", { class: "main" }, "Answer with and without");
   const stop = button("Stop", () => running?.abort(), { hidden: true });
   const trouble = h("div");
-  const result = h("div", {}, empty("Give a prompt, and a direction: two short texts that differ in what you want to add, or what is on the server. Both answers begin from one seed."));
+  const told = empty("Give a prompt, and a direction: two short texts that differ in what you want to add, or what is on the server. Both answers begin from one seed.");
+  const result = h("div", {}, told);
   const about = h("aside", { "aria-label": "Token" }, ...details());
   const code = document.createElement("request-code");
   const colours = colouring(app, { code, onchange: () => (recolour(), app.changed()) });
@@ -140,17 +141,24 @@ export function view(app) {
     return rows(app.model(), ids, points, [ids.length - 1], signal);
   }
 
-  async function begin() {
+  /** Ends and forgets the answers that are shown. */
+  function drop() {
     running?.abort();
+    for (const { strip } of answers) colours.forget(strip);
+    answers = [];
+    trouble.replaceChildren();
+    [run.disabled, stop.hidden] = [false, true];
+  }
+
+  async function begin() {
+    drop();
     running = new AbortController();
     const { signal } = running;
     const asked = from.asked();
-    trouble.replaceChildren();
     [run.disabled, stop.hidden] = [true, false];
     const panes = ["Default", "Steered"].map((name) => answerPane(name));
     report = h("p", { class: "from", role: "status" }, "Making the direction…");
     result.replaceChildren(h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
-    for (const { strip } of answers) colours.forget(strip);
     const mine = (answers = panes.map(([, strip]) => ({ strip, text: { ids: [], offset: 0 } })));
     for (const one of mine) onLook(one.strip, (index) => look(one, index));
     pins.watch(mine.map(({ strip }) => strip));
@@ -160,15 +168,16 @@ export function view(app) {
       report.textContent = "";
       const live = colours.asked().length ? { readouts: colours.asked() } : {};
       const bodies = [live, { ...live, interventions, report: true }].map((more) => continuing(app.model(), ids, asked, more));
-      for (const { text } of mine) Object.assign(text, { ids: [...ids], offset: ids.length });
+      for (const { text } of mine) Object.assign(text, { ids: [...ids], offset: ids.length, comes: colours.asked()[0] });
       mine[1].text.more = again(interventions, ids.length);
-      colours.follow(mine.map(({ strip, text }) => [strip, text]));
+      follow();
       code.note("Default", { method: "POST", path: "v1/completions", body: bodies[0] });
       code.note("Steered", { method: "POST", path: "v1/completions", body: bodies[1] });
       const ends = await Promise.all(bodies.map((body, i) => complete(body, (some, choice) => take(mine[i], some, choice), signal)));
       tell(ends[1]);
     } catch (error) {
       if (mine !== answers) return;
+      running.abort(); // of the two answers, one may have failed alone
       report.textContent = "";
       if (!isAbort(error)) trouble.replaceChildren(errorNote(error, begin));
     } finally {
@@ -186,8 +195,11 @@ export function view(app) {
     if (came) colours.arrived(strip, text, came);
   }
 
+  const follow = () => colours.follow(answers.map(({ strip, text }) => [strip, text]));
+
   async function recolour() {
     colours.prepare();
+    if (run.disabled && follow()) return;
     await Promise.all(answers.map(({ strip, text }) => colours.apply(strip, text)));
     for (const one of answers) if (one.strip.pinned >= 0) look(one, one.strip.pinned);
   }
@@ -230,7 +242,13 @@ export function view(app) {
       strength: strength.valueAsNumber,
     }),
     write: (state) => {
-      if ("text" in state || state.ids) from.write(state); // another view gives a feature alone: what was typed stays
+      // Another view gives a feature alone: what was typed stays, and the answers to it.
+      if ("text" in state || state.ids) {
+        from.write(state);
+        drop();
+        result.replaceChildren(told);
+        about.replaceChildren(...details());
+      }
       pins.write(state);
       if (state.colour) colours.write(state.colour);
       if (KINDS.some(([name]) => name === state.kind)) kind.value = state.kind;

@@ -7,9 +7,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from safetensors.torch import save
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 READY = "html[data-ready]"
@@ -49,6 +52,22 @@ def opened(chromium: Browser, served: Any) -> Iterator[Callable[..., Page]]:
     for context in contexts:
         context.close()
     assert not failures, failures
+
+
+@pytest.fixture(scope="module")
+def install(served: Any) -> Iterator[Callable[..., None]]:
+    """`install(tensors, name=..., **spec)`: a readout of the served model, until the module's end."""
+    names: list[str] = []
+
+    def install(tensors: dict[str, torch.Tensor], name: str, **spec: object) -> None:
+        form = {"spec": json.dumps(spec | {"name": name, "model": "vitrine-demo"})}
+        files = {"file": ("readout.safetensors", save(tensors))}
+        assert httpx.post(f"{served.base_url}/readouts", files=files, data=form, timeout=60).status_code == 200
+        names.append(name)
+
+    yield install
+    for name in names:
+        assert httpx.delete(f"{served.base_url}/readouts/{name}", timeout=60).json()["deleted"]
 
 
 @pytest.fixture

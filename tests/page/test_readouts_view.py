@@ -9,39 +9,34 @@ import httpx
 import pytest
 import torch
 from playwright.sync_api import Page, expect
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 MODEL, WIDTH, POINT = "vitrine-demo", 192, "layers.3.output"
 FEATURES = 64
 SESSION = "page-readouts"
+DESCRIPTION = "Random weights, for tests. " * 30 + "The end."
 TEXTS = ("Tom has 3 boxes of 4 pens.", "Ann reads a book about the sea.", "Sam has 9 pens.")
 ANSWERED = 60_000  # milliseconds: the model may be busy with another test
 
 
-def install(served, tensors: dict[str, torch.Tensor], **spec: object) -> None:
-    form = {"spec": json.dumps(spec | {"model": MODEL, "point": POINT})}
-    files = {"file": ("readout.safetensors", save(tensors))}
-    assert httpx.post(f"{served.base_url}/readouts", files=files, data=form, timeout=60).status_code == 200
-
-
 @pytest.fixture(scope="module")
-def installed(served):
+def installed(served, install):
     """A probe of two values, an autoencoder, and a session of three runs; the autoencoder's values of their tokens."""
     random = torch.Generator().manual_seed(3)
     weight = torch.randn(2, WIDTH, generator=random) / 2000
-    install(served, {"weight": weight}, name="page-probe", kind="linear", activation="sigmoid", labels=["sum", "<b>"])
+    probe = {"name": "page-probe", "kind": "linear", "activation": "sigmoid", "labels": ["sum", "<b>"]}
+    install({"weight": weight}, point=POINT, **probe)
     encoder = torch.randn(WIDTH, FEATURES, generator=random) / 14
     tensors = {"W_enc": encoder, "W_dec": encoder.T.contiguous(), "b_enc": torch.zeros(FEATURES)}
-    install(served, tensors | {"b_dec": torch.zeros(WIDTH)}, name="page-sae", kind="sae", activation="relu")
+    sae = {"name": "page-sae", "kind": "sae", "activation": "relu", "description": DESCRIPTION}
+    install(tensors | {"b_dec": torch.zeros(WIDTH)}, point=POINT, **sae)
     said = []
     for text in TEXTS:
         body = {"model": MODEL, "prompt": text, "max_tokens": 0, "session_id": SESSION}
         body |= {"capture": {"points": [POINT]}, "readouts": ["page-probe", {"name": "page-sae", "top_k": FEATURES}]}
         answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()
         said += answer["choices"][0]["readouts"]["page-sae"]["prompt"]["values"]
-    yield [{one["feature"]: one["value"] for one in row} for row in said]
-    for name in ("page-probe", "page-sae"):
-        assert httpx.delete(f"{served.base_url}/readouts/{name}", timeout=60).json()["deleted"]
+    return [{one["feature"]: one["value"] for one in row} for row in said]
 
 
 def options(page: Page):
@@ -56,6 +51,7 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
     page = opened("#readouts", color_scheme="light", bypass_csp=True)
     expect(page.get_by_role("row", name=re.compile("page-probe linear .* sum, <b>"))).to_be_visible()
     page.get_by_role("button", name="page-sae").click()
+    expect(page.locator(".facts")).to_contain_text(DESCRIPTION)
     feature = max(installed[-1], key=installed[-1].__getitem__)
     want = sorted((row.get(feature, 0.0) for row in installed), reverse=True)
     page.get_by_label("Feature", exact=True).fill(str(feature))
@@ -80,6 +76,11 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
     found.get_by_role("button").first.click()
     tokens = page.get_by_role("listbox", name="Tokens of the run").get_by_role("option")
     expect(tokens.last).to_be_visible()
+    page.get_by_label("Colour by").select_option("readout")  # the first of the list
+    expect(page.locator("main .legend")).to_contain_text("page-probe: sum")
+    page.get_by_role("button", name="Copy link").click()
+    other = opened(page.url[page.url.index("#") :])
+    expect(other.locator("main .legend")).to_contain_text("page-probe: sum")
     for readout, computed in (("page-probe/1", 0), ("page-sae", 1)):  # the first is stored with the run
         page.get_by_label("Colour by").select_option("readout")
         page.get_by_label("Readout", exact=True).select_option(readout)
@@ -242,6 +243,7 @@ def test_both_answers_of_steering_are_coloured_by_a_readout_of_each(opened, serv
     colours.get_by_label("Readout").select_option("page-sae")
     expect(colours.locator(".legend")).to_contain_text("feature 0 of page-sae", timeout=ANSWERED)
     expect(page.get_by_text("Reading the values")).to_be_hidden()
+    expect(page.locator("request-code strong", has_text="The colour of")).to_have_count(2)
     (again,) = (one for one in requests if "interventions" in one)  # the steered answer once more, with its change
     offset = len(answers[1]["prompt"])
     assert again["interventions"][0]["tokens"] == {"from": offset, "to": len(again["prompt"])}

@@ -12,6 +12,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 from playwright.sync_api import Page, Route, expect
 
 PROMPT = "Tom has 3 boxes"
@@ -77,8 +78,14 @@ def begin(page: Page, view: str) -> None:
 
 
 @pytest.mark.parametrize("view", SLOTS)
-def test_stop_frees_the_slots_of_a_view(opened, statistics, eventually, view):
+def test_stop_frees_the_slots_of_a_view(opened, install, statistics, eventually, view):
     page = opened(f"#{'lens' if view == 'patch' else view}")
+    legend = page.locator(".patched .legend" if view == "patch" else ".colouring .legend")
+    if view in ("chat", "steer"):
+        install({"weight": torch.ones(1, 192)}, name=f"stop-{view}", kind="linear", point="layers.3.output")
+        page.get_by_label("Colour by").select_option("readout")
+        page.get_by_role("group", name="Colours").get_by_label("Readout").select_option(f"stop-{view}/0")
+    expect(legend).to_have_count(0)
     aside = ThreadPoolExecutor(1)  # Playwright's event loop runs in this thread
 
     def count() -> int:
@@ -102,7 +109,7 @@ def test_stop_frees_the_slots_of_a_view(opened, statistics, eventually, view):
     assert page.locator(".error").count() == 0
     if view in ("chat", "patch", "steer"):  # what came stays coloured, with the legend of its colours
         expect(token).to_have_attribute("style", re.compile("background"))
-        expect(page.locator("main .legend").last).to_contain_text("probability")
+        expect(legend).to_contain_text("probability" if view == "patch" else f"stop-{view}")
 
 
 def test_stopping_what_is_read_for_a_colour_leaves_the_answer_as_it_is(opened):
@@ -147,6 +154,8 @@ def test_a_server_that_goes_away_within_an_answer_leaves_what_came(opened, serve
         page.keyboard.press("Enter")
         tokens = page.get_by_role("listbox").get_by_role("option")
         expect(tokens.nth(3)).to_be_visible()
+        page.get_by_label("Colour by").select_option("entropy")
+        expect(tokens.nth(tokens.count() + 3)).to_have_attribute("style", re.compile("background"))
         box.fill("What I typed meanwhile")
         page.context.set_offline(True)
         cut()

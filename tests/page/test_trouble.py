@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 
@@ -20,6 +21,13 @@ CHAT = "**/v1/chat/completions"
 def say(page: Page, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.get_by_role("button", name="Send").click()
+
+
+def pinned(page: Page) -> list[int]:
+    """Which tokens the link to what a page shows has pinned."""
+    page.get_by_role("button", name="Copy link").click()
+    coded = page.url.partition("=")[2]
+    return json.loads(base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))).get("pinned", [])
 
 
 def is_as_wide_as_its_window(page: Page) -> bool:
@@ -150,15 +158,23 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(another_app, opened, tmp_path):
 
 def test_a_server_that_goes_away_and_comes_back_costs_no_typed_word(opened):
     page = opened()
+    say(page, "Tom has 3 boxes")
+    expect(page.locator(".under")).to_contain_text("tokens, up to")
+    tokens = page.get_by_role("listbox").get_by_role("option")
+    tokens.nth(1).click()
     page.context.set_offline(True)
     say(page, "Ann has 3 boxes")
     expect(page.locator("main .error")).to_contain_text("does not answer")
     expect(page.get_by_text("this page looks again")).to_be_visible()
     expect(page.get_by_label("Message", exact=True)).to_have_value("Ann has 3 boxes")
+    assert pinned(page) == [1]
+    tokens.nth(2).click()
+    assert pinned(page) == [2]
     page.context.set_offline(False)
     expect(page.get_by_text("this page looks again")).to_be_hidden()
     page.get_by_role("button", name="Try again").click()
-    expect(page.locator(".under")).to_contain_text("tokens, up to")
+    expect(page.locator(".under")).to_have_count(2)
+    assert pinned(page) == []
 
 
 def test_a_slow_stream_shows_what_has_come_and_stops_at_once(opened, served, eventually):

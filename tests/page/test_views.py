@@ -120,6 +120,7 @@ def test_a_link_holds_a_cell_and_a_patch_with_a_pinned_token(opened):
     page = opened("#lens")
     page.get_by_label("Text").fill(PROMPT)
     page.get_by_role("button", name="Read the layers").click()
+    expect(page.get_by_role("gridcell").last).to_have_attribute("aria-label", re.compile("%$"))
     page.locator("[aria-rowindex='3']").get_by_role("gridcell").nth(2).click()
     page.get_by_role("gridcell").last.drag_to(page.get_by_role("gridcell").nth(1))
     said = page.locator(".patched [role=status]")
@@ -131,7 +132,14 @@ def test_a_link_holds_a_cell_and_a_patch_with_a_pinned_token(opened):
     expect(other.locator(".patched [role=status]")).to_have_text(said.text_content(), timeout=ANSWERED)
     assert other.locator(".patched h2").text_content() == page.locator(".patched h2").text_content()
     expect(options(other, "Patched: tokens").first).to_have_attribute("aria-selected", "true")
-    assert other.locator(".chosen").get_attribute("id").endswith("-2-2")
+    assert other.locator("lens-grid .chosen").get_attribute("id").endswith("-2-2")
+
+    page.get_by_role("grid").press("Enter")  # on the cell that was chosen
+    page.get_by_role("button", name="Patch it there").click()
+    expect(page.locator(".patched h2")).to_contain_text("Layer 2 at")
+    expect(said).to_contain_text("answer", timeout=ANSWERED)
+    expect(options(page, "Patched: tokens").first).to_have_attribute("aria-selected", "false")
+    expect(page.get_by_role("button", name="Patch it there")).to_be_visible()
 
 
 @pytest.mark.parametrize("view", ["chat", "steer", "attention"])
@@ -151,6 +159,11 @@ def test_a_link_holds_which_token_is_pinned(opened, view):
     other.get_by_role("button", name="Answer again" if view == "chat" else press).click()
     expect(options(other, name).nth(2)).to_have_attribute("aria-selected", "true", timeout=ANSWERED)
     expect(other.locator("aside, .from[role=status]").last).to_have_text(shown.text_content())
+    other.get_by_label(label, exact=True).fill(PROMPT)
+    other.get_by_role("button", name=press).click()
+    expect(options(other, name).nth(2)).to_have_attribute("aria-selected", "false", timeout=ANSWERED)
+    expect(other.get_by_role("button", name="Stop")).to_be_hidden(timeout=ANSWERED)
+    expect(options(other, name).nth(2)).to_have_attribute("aria-selected", "false")
 
 
 def test_going_back_finds_a_chat_with_its_tokens(opened):
@@ -178,12 +191,15 @@ def test_ids_of_a_text_that_was_typed_over_are_in_no_link(opened):
     page = opened("#lens")
     page.get_by_label("Text").fill(PROMPT)
     page.get_by_role("button", name="Read the layers").click()
-    expect(page.get_by_role("gridcell").last).to_be_visible(timeout=ANSWERED)
+    expect(page.get_by_role("gridcell").last).to_have_attribute("aria-label", re.compile("%$"), timeout=ANSWERED)
     page.get_by_label("Text").fill("Ann reads.")
+    page.get_by_role("gridcell").first.click()
+    expect(page.get_by_role("button", name="Patch it there")).to_be_visible()
     other = opened(link(page))
     other.get_by_role("button", name="Read the layers").click()
     expect(other.get_by_role("rowheader").first).to_be_visible(timeout=ANSWERED)
     assert not any("Tom" in text for text in other.get_by_role("rowheader").all_text_contents())
+    assert other.locator(".chosen").count() == 0
 
 
 def test_an_example_is_read_where_no_text_was_typed(opened):
@@ -243,6 +259,12 @@ def test_both_answers_of_steering_begin_from_one_seed(opened):
     page.get_by_role("button", name="Answer with and without").click()
     expect(page.get_by_text(re.compile("length [1-9].* at layers.3.output"))).to_be_visible(timeout=ANSWERED)
     assert default.all_text_contents() != steered.all_text_contents()
+    shown = link(page)
+    page.get_by_label("Strength").fill("1")
+    link(page)
+    page.evaluate("shown => (location.hash = shown)", shown)
+    expect(page.get_by_label("Strength")).to_have_value("2")
+    assert steered.count() == 0  # a link holds no answer
 
 
 def test_attention_is_that_of_the_model(opened, served):
@@ -287,6 +309,7 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
     colour = page.get_by_label("Colour by").last
     colour.select_option("probability")
     expect(page.locator("main .error")).to_contain_text("Probabilities are not stored")
+    expect(page.locator("main .legend")).to_contain_text("norm")  # of the colours that are still there
     page.get_by_role("button", name="Score the tokens now").click()
     expect(page.get_by_text("Scored now")).to_be_visible()
     expect(strip.last).to_have_attribute("style", re.compile("background"))
@@ -295,6 +318,7 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
     other = opened(link(page))
     expect(options(other, "Tokens of the run").last).to_have_attribute("style", re.compile("background"))
     expect(options(other, "Tokens of the run").nth(2)).to_have_attribute("aria-selected", "true")
+    expect(other.get_by_role("complementary").locator("dt", has_text="norm")).to_be_visible()
     page.get_by_role("button", name="Attention, as stored").click()
     expect(page.get_by_role("heading", name="Layer 1, head 0")).to_be_visible()
     subprocess.run([sys.executable, "-c", code(page, "The stored pattern")], cwd=tmp_path, check=True, timeout=60)
