@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from playwright.sync_api import Browser, Page, Route, sync_playwright
+from playwright.sync_api import Browser, Page, Request, Route, sync_playwright
 
 import vitrine
 from benchmarks.common import report
@@ -114,15 +114,19 @@ def opened(browser: Browser, url: str, tokens: int, layers: int) -> Page:
 
 def scrolled(browser: Browser, page: Page, speed: int, seconds: float, most: float | None) -> dict[str, float]:
     """How many frames a second the grid scrolls at, by a trace; `most` are the pixels up to which it goes."""
-    asked: list[Any] = []
-    page.on("request", asked.append)
+    asked: list[str] = []
+
+    def note(request: Request) -> None:
+        asked.append(request.url)
+
+    page.on("request", note)
     browser.start_tracing(page=page, categories=CATEGORIES)
     reached = page.evaluate(SCROLL, [speed, seconds, most])
     events = json.loads(browser.stop_tracing())["traceEvents"]
     drawn = sorted(event["ts"] / 1000 for event in events if event["name"] == "DrawFrame")  # milliseconds
     dropped = sum(event["name"] == "DroppedFrame" for event in events)
     page.wait_for_function(ALL_READ)
-    page.remove_listener("request", asked.append)
+    page.remove_listener("request", note)
     return {
         "pixels": reached,
         "windows read": len(asked),

@@ -51,7 +51,8 @@ const app = {
 
 const address = () => links.written(shown, { ...made.get(shown)?.read(), model: app.model() });
 const lineage = (name) => `${performance.timeOrigin} ${writes.get(name) ?? 0}`; // the same until the view is set anew
-const keep = () => history.replaceState(lineage(shown), "", address());
+// Not while a view's module is on its way: the address has the state that the view is to open in.
+const keep = () => made.has(shown) && history.replaceState(lineage(shown), "", address());
 
 /** Shows the view that the address names, in the state that it holds. */
 async function show() {

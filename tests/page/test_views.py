@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import subprocess
 import sys
@@ -393,6 +395,20 @@ def test_runs_are_found_by_their_tags(opened, served):
     page.get_by_role("textbox", name="Tag").fill("condition=other")
     page.get_by_role("button", name="Find").click()
     expect(page.get_by_text("No run fits")).to_be_visible()
+
+
+def test_a_view_whose_module_is_late_opens_in_the_state_of_its_link(opened):
+    page = opened()
+    page.clock.install()
+    held: list[Route] = []
+    page.route("**/page/lens.js", lambda route: held.append(route))
+    page.get_by_label("Message", exact=True).fill("Ann")  # a moment later this is in the chat's address
+    fragment = base64.urlsafe_b64encode(json.dumps({"text": PROMPT}).encode()).decode().rstrip("=")
+    with page.expect_request("**/page/lens.js"):
+        page.evaluate("fragment => (location.hash = `lens=${fragment}`)", fragment)
+    page.clock.run_for(1000)
+    held[0].continue_()
+    expect(page.get_by_label("Text")).to_have_value(PROMPT)
 
 
 @pytest.mark.parametrize("view", ["chat", "lens", "steer", "attention", "runs"])
