@@ -138,7 +138,7 @@ def test_a_page_that_nobody_uses_asks_the_server_nothing(opened):
     for name in ("Lens", "Steer", "Attention", "Stored runs", "Readouts"):
         page.get_by_role("link", name=name).click()
         page.wait_for_load_state("networkidle")
-    expect(page.get_by_text("No readout is installed")).to_be_visible()
+    expect(page.locator("main")).to_contain_text(re.compile("No readout is installed|Description"))
     asked: list[str] = []
     page.on("request", lambda request: "/page/" in request.url or asked.append(request.url))
     page.clock.fast_forward("01:00:00")
