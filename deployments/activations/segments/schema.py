@@ -56,10 +56,14 @@ def to_batch(
 
     Of each row come its position in prompt + generated, its token and its `text_offset` (characters before it, special
     tokens included; null where not known), all `[rows]`; tokens from position `prompt_tokens` on count as generated.
-    `points` are CPU tensors `[rows, ...features]`, or patterns; bfloat16 is kept as its bits. ValueError if lengths
-    differ, or a name, shape, device or dtype is unfit.
+    `points` are CPU tensors `[rows, ...features]`, or patterns; bfloat16 is kept as its bits. ValueError if there are
+    no rows, lengths differ, or a name, shape, device or dtype is unfit.
     """
     rows = len(positions)
+    offsets = [None] * rows if text_offsets is None else text_offsets
+    if not rows or len(token_ids) != rows or len(offsets) != rows:
+        counts = f"{rows} positions, {len(token_ids)} token ids and {len(offsets)} text offsets"
+        raise ValueError(f"{counts}: need as many, and at least one")
     columns = {name: _column(name, value, positions) for name, value in points.items()}
     index = np.asarray(positions, dtype=np.int32)
     fixed = (
@@ -68,7 +72,7 @@ def to_batch(
         pa.array(index),
         pa.DictionaryArray.from_arrays((index >= prompt_tokens).astype(np.int8), PHASES),
         pa.array(np.asarray(token_ids, dtype=np.int32)),
-        pa.nulls(rows, pa.int32()) if text_offsets is None else pa.array(text_offsets, pa.int32()),
+        pa.array(offsets, pa.int32()),
     )
     dtypes = {name: dtype_name(value.dtype) for name, value in points.items()}
     heads = {name: value.heads for name, value in points.items() if isinstance(value, Patterns)}

@@ -185,7 +185,7 @@ class _Place(NamedTuple):
 
 
 class _Rest:
-    """What Arrow writes to where a file is there already: all behind its first `length` bytes goes to its end."""
+    """A sink for Arrow, over a file that has its first `length` bytes already: only what follows them is written."""
 
     closed = False
 

@@ -104,7 +104,7 @@ def _schema_of(path: Path) -> bytes:
 
 
 class _Compared:
-    """What Arrow writes to: nothing is kept, but whether a file goes on with the same bytes."""
+    """A sink for Arrow that keeps nothing: it compares what is written with the bytes of a file."""
 
     closed = False
 
