@@ -265,6 +265,7 @@ export function view(app) {
       ...pins.read(),
     }),
     write: (state) => {
+      pins.watch([]); // an answer that ends now pins nothing that this state holds
       pins.write(state);
       running?.abort();
       drop(0);

@@ -76,7 +76,8 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
     found.get_by_role("button").first.click()
     tokens = page.get_by_role("listbox", name="Tokens of the run").get_by_role("option")
     expect(tokens.last).to_be_visible()
-    page.get_by_label("Colour by").select_option("readout")  # the first of the list
+    page.get_by_label("Colour by").select_option("readout")
+    page.get_by_label("Readout", exact=True).select_option("page-probe/0")
     expect(page.locator("main .legend")).to_contain_text("page-probe: sum")
     page.get_by_role("button", name="Copy link").click()
     other = opened(page.url[page.url.index("#") :])

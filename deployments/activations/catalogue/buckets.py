@@ -22,16 +22,20 @@ _read: dict[str, tuple[frozenset[str], sqlite3.Connection]] = {}  # by place, wh
 
 def read_manifest(place: Place) -> sqlite3.Connection | None:
     """A catalogue's database, in memory, of what a bucket's manifest says; None where it has none."""
-    manifest = Manifest(place)
+    manifest, key = Manifest(place), f"{place.id} {place.path}"
     names = frozenset(manifest.names())
-    if not names:
-        return None
-    before = _read.get(key := f"{place.id} {place.path}")
-    if before is None or before[0] != names:
+    while names and (key not in _read or _read[key][0] != names):
         database = in_memory()
-        bring(database, manifest, sorted(names), Path(tempfile.gettempdir()))
-        before = _read[key] = names, database
-    return before[1]
+        try:
+            bring(database, manifest, sorted(names), Path(tempfile.gettempdir()))
+        except OSError:
+            # A snapshot may have replaced parts since they were listed.
+            before, names = names, frozenset(manifest.names())
+            if names == before:
+                raise
+        else:
+            _read[key] = names, database
+    return _read[key][1] if names else None
 
 
 def catalogue_of(place: Place) -> sqlite3.Connection:

@@ -380,6 +380,27 @@ def test_a_snapshot_takes_the_place_of_many_parts_also_where_a_crash_leaves_both
     assert same(load(bucket.uri("session"), "r3", verify=True), made[3])
 
 
+def test_who_has_listed_parts_that_a_snapshot_then_replaces_reads_the_snapshot(bucket, head, make, monkeypatch):
+    one = head()
+    made = [make(f"r{i}") for i in range(4)]
+    for each in made[:3]:
+        one.archived(each)
+    names = Manifest.names
+
+    def before_a_snapshot(manifest):
+        if not (listed := names(manifest)):  # of the session's folder
+            return listed
+        monkeypatch.setattr(Manifest, "names", names)
+        monkeypatch.setattr(archive, "MANY_PARTS", 1)
+        monkeypatch.setattr(archive, "MOST_PARTS", 1)
+        one.archived(made[3])
+        until(lambda: not set(listed) & set(bucket.names(".manifest")))
+        return listed
+
+    monkeypatch.setattr(Manifest, "names", before_a_snapshot)
+    assert [run.run_id for run in runs(bucket.uri("session"))] == [each.facts.run_id for each in made]
+
+
 def test_who_reads_by_the_buckets_uri_uses_the_manifest(bucket, head, make, tmp_path, capsys):
     one = head()
     points = {f"layers.{i}.output": torch.randn(200, 4) for i in range(30)} | {"big": torch.randn(200, 20_000)}
