@@ -42,31 +42,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
-# What one process of pytest-xdist runs, so that no server is started twice: files that share one, by its name.
-TOGETHER = {
-    "tests/serve_clients/": "clients",
-    "tests/examples/test_experiments.py": "runs_code",
-    "tests/serve_app/http/test_documentation.py": "runs_code",
-    "tests/serve_app/routes/test_nnsight.py": "runs_code",
-    "tests/serve_app/test_stalled.py": "runs_code",
-    "tests/serve_app/schemas/test_fields.py": "other_template",
-    "tests/serve_app/test_floods.py": "other_template",
-    "tests/serve_app/http/test_keys.py": "keyed",
-    "tests/serve_app/test_owners.py": "keyed",
-    "tests/serve_app/test_permissions.py": "small_store",
-    "tests/serve_app/routes/test_tensors.py": "small_store",
-}
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a process whole files, the next one whenever it has done one, in the order of the command line."""
-    from xdist.scheduler import LoadScopeScheduling
+    """Give a process all files that need the shared cluster, so that one is started; the others file by file."""
+    from xdist.scheduler import LoadGroupScheduling
 
-    class Files(LoadScopeScheduling):  # type: ignore[misc]
+    class Files(LoadGroupScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((name for part, name in TOGETHER.items() if file.startswith(part)), file)
+            scope: str = super()._split_scope(nodeid)
+            return scope.partition("::")[0]
 
     config.option.loadscopereorder = False
     return Files(config, log)
@@ -74,11 +58,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that need Ray; their files, which take longest, come first, so that two processes end together."""
+    shared = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())}
     for item in items:
+        if item.path in shared:
+            item.add_marker(pytest.mark.xdist_group("cluster"))
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("server")
     first = {item.path for item in items if item.get_closest_marker("server")}
-    items.sort(key=lambda item: item.path not in first)
+    items.sort(key=lambda item: (item.path not in shared, item.path not in first))
 
 
 @dataclass(frozen=True)
@@ -133,6 +120,9 @@ def cluster() -> Iterator[Cluster]:
             "RAY_ADDRESS": address,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",  # 15 else: whatever else runs on the machine would come before the servers
+            # Ray's and Serve's looks at an idle cluster, which take a tenth of two cores by default.
+            "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+            "REPORTER_UPDATE_INTERVAL_MS": "60000",
             "VITRINE_HOME": str(directory / "home"),
             "HF_HUB_OFFLINE": "1",
             "HF_MODULES_CACHE": str(directory / "modules"),
@@ -141,6 +131,7 @@ def cluster() -> Iterator[Cluster]:
         os.environ |= {name: env[name] for name in ("RAY_USAGE_STATS_ENABLED", "VITRINE_HOME")}
         command = ["ray", "start", "--head", "--num-cpus=2", f"--port={port}", "--node-ip-address=127.0.0.1"]
         command += [f"--dashboard-port={dashboard}", f"--temp-dir={directory / 'ray'}", "--block"]
+        command += ["--include-log-monitor=false"]  # this process prints no logs
         command += ["--dashboard-agent-listen-port=0"]  # 52365 else, and a second Ray on this machine takes no jobs
         with (directory / "head.log").open("wb") as log:
             head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)

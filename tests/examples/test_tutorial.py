@@ -32,6 +32,7 @@ SHIPPED = {
 INSTALL = "deployments.readouts add results/truth/label.safetensors --name is-true"
 
 
+@pytest.mark.long  # four engines and as many reports; each command of it has tests of its own
 def test_every_cell_of_the_notebook_runs_on_the_shipped_model(served: Served, tmp_path: Path) -> None:
     (tmp_path / "statements.jsonl").write_text("".join(_first_groups()))
     changed = {"http://127.0.0.1:8000": served.root, STATEMENTS: "statements.jsonl"} | SHIPPED

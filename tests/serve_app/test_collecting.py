@@ -137,7 +137,7 @@ def test_generated_tokens_are_recorded_where_they_are_asked_for(served: Served, 
 def test_a_killed_command_goes_on_and_stores_no_run_twice(
     store: Path, cluster: Cluster, tmp_path: Path, eventually: Callable[..., Any]
 ) -> None:
-    data = lines(tmp_path / "d.jsonl", problems(1400))
+    data = lines(tmp_path / "d.jsonl", problems(700))
     command = [sys.executable, "-m", "deployments.collect", str(data), "--model", DEMO, "--session", "killed"]
     command += ["--store", str(store), "--points", *POINTS]
     run = subprocess.Popen(command, cwd=ROOT, env=cluster.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -151,8 +151,8 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
     assert told["session"] == "killed"
     assert told["failed"] == 0
     assert told["already_stored"] > 0
-    assert told["runs"] + told["already_stored"] == 1400
-    assert len(by_id(store / "killed")) == 1400
+    assert told["runs"] + told["already_stored"] == 700
+    assert len(by_id(store / "killed")) == 700
 
 
 @pytest.mark.parametrize(
