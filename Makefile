@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := -m pip --quiet --disable-pip-version-check install --no-deps
+PIP := -m pip --quiet --disable-pip-version-check install --no-deps --no-compile
 LOCKED := $(PIP) --require-hashes
 
 .PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page bench-attacks clean
@@ -113,7 +113,7 @@ $(VENV)/.ready-dev: $(VENV)/.ready locks/dev.txt
 # The clients that tests/serve_clients runs have pins of their own, hence an environment of their own.
 .venv-clients/.ready: locks/clients.txt
 	$(PYTHON) -m venv --clear .venv-clients
-	.venv-clients/bin/python $(LOCKED) --no-compile -r $<
+	.venv-clients/bin/python $(LOCKED) -r $<
 	touch $@
 
 clean:  ## take away what was set up

@@ -44,7 +44,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a process all files that need the shared cluster, so that one is started; the others file by file."""
+    """Give a process all tests that need the shared cluster, so that one is started; the others file by file."""
     from xdist.scheduler import LoadGroupScheduling
 
     class Files(LoadGroupScheduling):  # type: ignore[misc]
@@ -57,15 +57,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need Ray; their files, which take longest, come first, so that two processes end together."""
-    shared = {item.path for item in items if "cluster" in getattr(item, "fixturenames", ())}
+    """Mark the tests that need Ray; those take longest and come first, so that two processes end together."""
     for item in items:
-        if item.path in shared:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("server")
-    first = {item.path for item in items if item.get_closest_marker("server")}
-    items.sort(key=lambda item: (item.path not in shared, item.path not in first))
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("xdist_group", "server")])
 
 
 @dataclass(frozen=True)

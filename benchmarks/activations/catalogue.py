@@ -42,8 +42,6 @@ MODELS = ("org/model", "org/rare")  # a thousandth of the runs is the second's
 CREATED = 1_700_000_000.0  # of the first run; each is a second after the one before
 POINT = "layers.0.output"
 
-Commit = tuple[str, list[Entry], StoredFile]
-
 
 class Noting(Catalogue):
     """Keeps the entries that it receives."""
@@ -51,11 +49,12 @@ class Noting(Catalogue):
     def __init__(self) -> None:
         """Nothing yet."""
         super().__init__()
-        self.commits: list[Commit] = []
+        self.commits: list[Note] = []
 
-    def add_all(self, added: Sequence[tuple[str, Sequence[Entry], StoredFile]]) -> None:
+    def add(self, *added: Note) -> int:
         """Note commits."""
-        self.commits += [(session_id, list(entries), file) for session_id, entries, file in added if entries]
+        self.commits += [note for note in added if note.entries]
+        return 0
 
 
 def run(number: int, session_id: str) -> RunFacts:
@@ -156,7 +155,7 @@ def ask(catalogue: Catalogue, runs: int) -> dict[str, list[float]]:
     return {name: [seconds(query) for _ in range(TIMES)] for name, query in asked.items()}
 
 
-def commit(folder: Path, commits: list[Commit], at_once: int) -> float:
+def commit(folder: Path, commits: list[Note], at_once: int) -> float:
     """Seconds that the catalogue takes for a run, where so many of a file are committed together."""
     folder.mkdir()
     catalogue, count, spent = Catalogue.rebuild(folder), 0, 0.0
