@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,27 +10,19 @@ import httpx
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from safetensors.torch import save
 
-# Those without windows first: a page takes half as much processor time there.
-NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome")
-READY = "html[data-ready]"
+from tests import browsers
 
 expect.set_options(timeout=30_000)
 
 
-# Not for the session: while Playwright runs, other tests of this process cannot run event loops.
+# Not for the session: other tests of this process run event loops.
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    binary = next(filter(None, map(shutil.which, NAMES)), None)
-    if binary is None:
-        pytest.skip(f"no {' or '.join(NAMES)} to open pages with")
-    with sync_playwright() as playwright:
-        # Without a sandbox: containers often allow none, and the page is the project's own.
-        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+    with browsers.chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -46,7 +37,7 @@ def opened(chromium: Browser, served: Any) -> Iterator[Callable[..., Page]]:
         page.on("pageerror", lambda error: failures.append(str(error)))
         page.on("console", lambda said: "Content Security Policy" in said.text and failures.append(said.text))
         page.goto(f"{root}/{fragment}")
-        page.wait_for_selector(READY)
+        page.wait_for_selector(browsers.READY)
         return page
 
     yield opened

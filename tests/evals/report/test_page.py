@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Page, browser
 from made import HOSTILE, make_results
+from playwright.sync_api import Page, expect
 from stored import SITES, Store, points
 
 from evals.config import EvalError
@@ -17,14 +17,15 @@ from evals.results.activation_stats import write_stats
 from evals.results.results import read_json
 from evals.server.readout_client import Readings
 from evals.task.trajectory import Sample
+from tests.browsers import chromium, show
 
 VARIANTS = ("control", "calm", "anxiety")
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
+def page() -> Iterator[Page]:
+    with chromium() as browser:
+        yield browser.new_page()
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,9 @@ def test_the_page_loads_nothing_and_may_load_nothing(results: Path) -> None:
 
 
 def test_the_page_shows_the_summarys_numbers(page: Page, results: Path) -> None:
-    page.open(f"file://{results}/report.html")
+    show(page, f"file://{results}/report.html")
     summary = json.loads((results / "summary.json").read_text())
-    seen = page.look("document.querySelector('main').innerText")
+    seen = page.evaluate("document.querySelector('main').innerText")
     for condition in summary["conditions"].values():
         assert f"{100 * condition['strict']['accuracy']:.1f}%" in seen
         low, high = condition["strict"]["ci95"]
@@ -62,74 +63,74 @@ def test_the_page_shows_the_summarys_numbers(page: Page, results: Path) -> None:
     for mode in summary["modes"].values():
         assert f"{mode['tokens_per_second']:,.0f}" in seen
     assert "Variants less control, with-tools" in seen
-    assert page.look("document.querySelectorAll('#accuracy ~ .scroll svg .range').length") == 6
-    assert page.look("document.querySelectorAll('figure').length") == 12
+    assert page.evaluate("document.querySelectorAll('#accuracy ~ .scroll svg .range').length") == 6
+    assert page.evaluate("document.querySelectorAll('figure').length") == 12
 
 
 def test_a_row_opens_its_trajectory_and_text_stays_text(page: Page, results: Path) -> None:
-    page.open(f"file://{results}/report.html")
+    show(page, f"file://{results}/report.html")
     wanted = next(s for s in samples(results) if s["mode"] == "with-tools" and s["outcome"] in ("wrong", "invalid"))
-    page.fill("find", wanted["id"])
+    page.fill("#find", wanted["id"])
     for name in ("mode", "variant"):
-        page.fill(name, wanted[name])
-    assert page.look("document.querySelector('#said').textContent") == "1 to 1 of 1"
-    page.look("document.querySelector('#rows button').focus()")
-    page.press_enter()
-    page.until(f"document.querySelectorAll('.step').length === {len(wanted['messages'])}")
-    steps = page.look("[...document.querySelectorAll('.step')].map((step) => step.innerText)")
+        page.select_option(f"#{name}", wanted[name])
+    assert page.evaluate("document.querySelector('#said').textContent") == "1 to 1 of 1"
+    page.evaluate("document.querySelector('#rows button').focus()")
+    page.keyboard.press("Enter")
+    expect(page.locator(".step")).to_have_count(len(wanted["messages"]))
+    steps = page.evaluate("[...document.querySelectorAll('.step')].map((step) => step.innerText)")
     assert [step.split()[0].strip(":") for step in steps] == [message["role"] for message in wanted["messages"]]
     assert HOSTILE in steps[0]
     assert wanted["messages"][1]["tool_calls"][0]["function"]["arguments"] in steps[1]
     assert f"60 + {wanted['turns'][0]['completion_tokens']} tokens" in steps[1]
     assert HOSTILE in steps[3]
-    assert page.look("document.querySelector('#rows button').getAttribute('aria-expanded')") == "true"
-    assert page.look("document.title") == "GSM8K: fake/model"
-    assert page.look("document.querySelectorAll('img').length") == 0
-    links = page.look("[...document.querySelectorAll('.opened a')].map((link) => link.href)")
+    assert page.evaluate("document.querySelector('#rows button').getAttribute('aria-expanded')") == "true"
+    assert page.evaluate("document.title") == "GSM8K: fake/model"
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    links = page.evaluate("[...document.querySelectorAll('.opened a')].map((link) => link.href)")
     assert all(Path(link.removeprefix("file://")).is_file() for link in links)
     assert len(links) == 3
-    page.press_enter()
-    assert page.look("document.querySelectorAll('.step').length") == 0
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.querySelectorAll('.step').length") == 0
 
 
 def test_an_address_names_a_sample(page: Page, results: Path) -> None:
     failed = next(s for s in samples(results) if s["outcome"] == "failed")
-    page.open(f"file://{results}/report.html#sample={failed['id']}.{failed['mode']}.{failed['variant']}")
-    assert failed["error"] in page.look("document.querySelector('.opened').innerText")
+    show(page, f"file://{results}/report.html#sample={failed['id']}.{failed['mode']}.{failed['variant']}")
+    assert failed["error"] in page.evaluate("document.querySelector('.opened').innerText")
 
 
 def test_rows_are_sorted_and_chosen(page: Page, results: Path) -> None:
-    page.open(f"file://{results}/report.html")
+    show(page, f"file://{results}/report.html")
 
     def column(name: str) -> list[str]:
-        return list(page.look(f"[...document.querySelectorAll('#rows td.{name}')].map((cell) => cell.textContent)"))
+        return list(page.evaluate(f"[...document.querySelectorAll('#rows td.{name}')].map((cell) => cell.textContent)"))
 
     tokens = [sum(turn["completion_tokens"] for turn in sample["turns"]) for sample in samples(results)]
     button = "[...document.querySelectorAll('#heads button')].find((one) => one.textContent === 'tokens').click()"
-    page.look(button)
+    page.evaluate(button)
     assert column("completion_tokens") == [str(n) for n in sorted(tokens)[:50]]
-    page.look(button)
+    page.evaluate(button)
     assert column("completion_tokens") == [str(n) for n in sorted(tokens, reverse=True)[:50]]
-    page.look("document.querySelector('#after').click()")
+    page.evaluate("document.querySelector('#after').click()")
     assert len(column("completion_tokens")) == 10
-    page.fill("outcome", "truncated")
+    page.select_option("#outcome", "truncated")
     assert set(column("outcome")) == {"truncated"}
-    page.fill("find", "no such")
-    assert page.look("document.querySelector('#said').textContent") == "no sample fits"
+    page.fill("#find", "no such")
+    assert page.evaluate("document.querySelector('#said').textContent") == "no sample fits"
 
 
 def test_of_a_long_run_some_problems_are_in_the_page_and_the_others_named(page: Page, tmp_path: Path) -> None:
     directory = make_results(tmp_path / "run", 40, variants=VARIANTS)
     whole = write_report(directory).stat().st_size
     assert write_report(directory, embed_bytes=20_000).stat().st_size < whole
-    page.open(f"file://{directory}/report.html")
+    show(page, f"file://{directory}/report.html")
     said = re.fullmatch(
-        r"(\d+) of 240 .* trajectories/\.", page.look("document.querySelector('#embedded').textContent")
+        r"(\d+) of 240 .* trajectories/\.", page.evaluate("document.querySelector('#embedded').textContent")
     )
     assert said
     assert 0 < int(said[1]) < 240
     assert int(said[1]) % 6 == 0  # a problem in all of its conditions
-    opened = page.look(
+    opened = page.evaluate(
         """(async () => {
           for (const row of [...document.querySelectorAll('#rows tr.sample')]) row.click();
           while (document.querySelectorAll('.opened a').length < 150) await new Promise((done) => setTimeout(done, 20));
@@ -147,30 +148,30 @@ def test_answers_are_coloured_by_the_values_of_their_tokens(page: Page, tmp_path
         return Readings(tokens=[HOSTILE, "plain", "</s>"], values={"truth": [[3 * sure], [None], [0.123456 * sure]]})
 
     directory = make_results(tmp_path / "run", 30, modes=("no-tools",), read=read)
-    page.open(f"file://{directory}/report.html")
+    show(page, f"file://{directory}/report.html")
     summary = read_json(directory / "summary.json")["readouts"]
     (found,) = summary["auroc"]
-    seen = page.look("document.querySelector('[aria-labelledby=readouts]').innerText")
+    seen = page.evaluate("document.querySelector('[aria-labelledby=readouts]').innerText")
     assert found["mean"]["auroc"] == 1.0
     assert f"{found['mean']['ci95'][0]:.3f} to 1.000" in seen
-    low = float(page.look("document.querySelector('#low').textContent"))
+    low = float(page.evaluate("document.querySelector('#low').textContent"))
     assert low == pytest.approx(summary["tokens"][0]["mean"] - 2 * summary["tokens"][0]["sd"], rel=1e-3)
     tokens = "[...document.querySelectorAll('.token')]"
     for outcome, side, sign in (("correct", "above", ""), ("wrong", "below", "-")):
-        page.fill("outcome", outcome)
-        page.look("document.querySelector('#rows button').click()")
-        page.until(f"{tokens}.length === 3")
-        assert page.look(f"{tokens}.map((one) => one.textContent)") == [HOSTILE, "plain", "</s>"]
-        colours = page.look(f"{tokens}.map((one) => one.style.background)")
+        page.select_option("#outcome", outcome)
+        page.evaluate("document.querySelector('#rows button').click()")
+        expect(page.locator(".token")).to_have_count(3)
+        assert page.evaluate(f"{tokens}.map((one) => one.textContent)") == [HOSTILE, "plain", "</s>"]
+        colours = page.evaluate(f"{tokens}.map((one) => one.style.background)")
         assert side in colours[0]
         assert colours[1] == ""
-        titles = page.look(f"{tokens}.map((one) => one.title)")
+        titles = page.evaluate(f"{tokens}.map((one) => one.title)")
         assert titles == [f"truth {sign}3", "truth –", f"truth {sign}0.1235"]
-    assert page.look("document.title") == "GSM8K: fake/model"
-    assert page.look("document.querySelectorAll('img').length") == 0
-    page.fill("colour", "nothing")
-    assert page.look(f"{tokens}.map((one) => one.style.background)") == [""] * 3
-    assert page.look("document.querySelector('#scale').hidden")
+    assert page.evaluate("document.title") == "GSM8K: fake/model"
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    page.select_option("#colour", "nothing")
+    assert page.evaluate(f"{tokens}.map((one) => one.style.background)") == [""] * 3
+    assert page.evaluate("document.querySelector('#scale').hidden")
 
 
 def test_activations_are_drawn_by_layer_and_listed_by_point(page: Page, tmp_path: Path) -> None:
@@ -178,34 +179,32 @@ def test_activations_are_drawn_by_layer_and_listed_by_point(page: Page, tmp_path
         directory = make_results(tmp_path / "run", 4, activations=lambda run_id: store.record(run_id, points(1, 9)))
         write_stats(directory)
         write_report(directory)
-    page.open(f"file://{directory}/report.html")
-    seen = page.look("document.querySelector('[aria-labelledby=activations]').innerText")
+    show(page, f"file://{directory}/report.html")
+    seen = page.evaluate("document.querySelector('[aria-labelledby=activations]').innerText")
     stats = read_json(directory / "activation_stats.json")
     assert f"Of all {stats['runs']} runs" in seen
     for name, point in stats["points"].items():
         assert re.search(rf"{re.escape(name)}\s+{point['tokens']}\s+{point['mean_norm']:#.4g}\s", seen)
     figures = "[...document.querySelectorAll('[aria-labelledby=activations] figure')]"
-    assert page.look(f"{figures}.map((one) => one.querySelector('b').textContent)") == list(SITES)
+    assert page.evaluate(f"{figures}.map((one) => one.querySelector('b').textContent)") == list(SITES)
     assert (
-        page.look(f"{figures}.map((one) => one.querySelector('.at').innerText.split(/\\s+/))") == [["0", "2", "4"]] * 2
+        page.evaluate(f"{figures}.map((one) => one.querySelector('.at').innerText.split(/\\s+/))")
+        == [["0", "2", "4"]] * 2
     )
-    assert page.look(f"{figures}[0].querySelectorAll('.kind-correct .point').length") == 3
+    assert page.evaluate(f"{figures}[0].querySelectorAll('.kind-correct .point').length") == 3
 
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_seven_variants_in_two_modes_fit_the_width_of_a_screen(page: Page, tmp_path: Path, width: int) -> None:
     variants = ("control", "frustration", "impatience", "anxiety", "collaborative", "patience", "calm")
     directory = make_results(tmp_path / "run", 4, variants=variants, model=f"someone/{'a-very-long-name-' * 6}")
-    page.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-    try:
-        page.open(f"file://{directory}/report.html")
-        assert page.look("document.documentElement.scrollWidth <= innerWidth")
-        tables = "[...document.querySelectorAll('.scroll')]"
-        wider = f"{tables}.filter((one) => one.scrollWidth > one.clientWidth).length"
-        assert width < 1280 or page.look(wider) == 0  # on a narrow one they are moved sideways, by themselves
-        assert page.look("document.querySelectorAll('[aria-labelledby=outcomes] tbody tr').length") == 14
-    finally:
-        page.tell("Emulation.clearDeviceMetricsOverride")
+    page.set_viewport_size({"width": width, "height": 900})
+    show(page, f"file://{directory}/report.html")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    tables = "[...document.querySelectorAll('.scroll')]"
+    wider = f"{tables}.filter((one) => one.scrollWidth > one.clientWidth).length"
+    assert width < 1280 or page.evaluate(wider) == 0  # on a narrow one they are moved sideways, by themselves
+    assert page.evaluate("document.querySelectorAll('[aria-labelledby=outcomes] tbody tr').length") == 14
 
 
 def test_why_there_are_no_statistics_is_said(tmp_path: Path) -> None:

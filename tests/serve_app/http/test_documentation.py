@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,10 +12,8 @@ from deployments.options import NO_MODEL, Options
 from serve_app.api import build_api
 from serve_app.http.documentation import PATHS
 from serve_app.http.keys import Caller, Keys, Role
-
-sys.path.append(str(Path(__file__).parents[2] / "evals"))  # importlib mode adds no folder
-
-from browser import browser
+from tests.browsers import chromium
+from tests.waiting import until
 
 VIOLATIONS = "window.refused = []; addEventListener('securitypolicyviolation', (one) => refused.push(one.blockedURI))"
 
@@ -60,17 +56,17 @@ def test_every_answer_forbids_to_guess_its_type(keyed, path):
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_browser_shows_every_route_below_a_prefix_and_refuses_nothing(runs_code, tmp_path):
-    with browser(tmp_path) as page:
-        page.tell("Page.enable")
-        page.tell("Page.addScriptToEvaluateOnNewDocument", source=VIOLATIONS)
-        page.tell("Page.navigate", url=f"{runs_code}/docs")
-        page.until("!!document.querySelector('.opblock')")
-        shown = page.look("[...document.querySelectorAll('.opblock-summary-path')].map((one) => one.dataset.path)")
+def test_a_browser_shows_every_route_below_a_prefix_and_refuses_nothing(runs_code):
+    with chromium() as browser:
+        page = browser.new_page()
+        page.add_init_script(VIOLATIONS)
+        page.goto(f"{runs_code}/docs")
+        page.wait_for_selector(".opblock")
+        shown = page.evaluate("[...document.querySelectorAll('.opblock-summary-path')].map((one) => one.dataset.path)")
         assert set(shown) == set(httpx.get(f"{runs_code}/openapi.json", timeout=60).json()["paths"])
-        page.look("document.querySelector('.opblock-summary-control').click()")  # what it opens is styled, too
-        page.until("!!document.querySelector('.opblock-body')")
-        assert page.look("refused") == []
-        page.look("document.body.appendChild(document.createElement('script')).textContent = 'var ran = 1'")
-        page.until("refused.length == 1")
-        assert page.look("typeof ran") == "undefined"
+        page.click(".opblock-summary-control >> nth=0")  # what it opens is styled, too
+        page.wait_for_selector(".opblock-body")
+        assert page.evaluate("refused") == []
+        page.evaluate("void (document.body.appendChild(document.createElement('script')).textContent = 'var ran = 1')")
+        until(lambda: page.evaluate("refused.length") == 1)
+        assert page.evaluate("typeof ran") == "undefined"

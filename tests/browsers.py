@@ -1,0 +1,34 @@
+"""A headless Chromium that Playwright drives."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+# Those without windows first: a page takes half as much processor time there.
+NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome")
+READY = "html[data-ready]"  # what each page of the project sets once it shows all
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """The browser while the block runs, in which no other code can run an event loop; skips where there is none."""
+    binary = next(filter(None, map(shutil.which, NAMES)), None)
+    if binary is None:
+        pytest.skip(f"no {' or '.join(NAMES)} to open pages with")
+    with sync_playwright() as playwright:
+        # Without a sandbox: containers often allow none, and the pages are the project's own.
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def show(page: Page, url: str) -> None:
+    """Open an address in a page, anew even where only its fragment differs."""
+    page.goto("about:blank")
+    page.goto(url)
+    page.wait_for_selector(READY)
