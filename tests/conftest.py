@@ -56,6 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that need Ray; those take longest and come first, so that two processes end together."""
     for item in items:

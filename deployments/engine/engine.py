@@ -33,7 +33,7 @@ from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
 from deployments.engine.gates import Leaf
 from deployments.engine.kv_memory import KvMemory, held_bytes
-from deployments.engine.readouts import SequenceReadouts, with_columns
+from deployments.engine.read_values import SequenceReadouts, with_columns
 from deployments.engine.recovery import Recovery
 from deployments.engine.request import (
     GRAMMAR_TOO_COMPLEX,

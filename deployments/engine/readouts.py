@@ -6,99 +6,17 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from deployments.engine.capture.captured import Captured
 from deployments.engine.gates import Leaf, Read, decide
-from deployments.engine.request import Asked, ReadoutRows, Request
+from deployments.engine.read_values import SequenceReadouts, Values
+from deployments.engine.request import Asked, Request
 from deployments.places.place import Place
-from deployments.points.readouts import COLUMN
 from deployments.readouts.values import Readout, Stack, largest
 
 MOST_STACKS = 64  # sets of readouts whose weights are kept side by side
-
-
-class Values(NamedTuple):
-    """Values of consecutive rows: [rows, count], or of features [rows, top] with their numbers."""
-
-    values: np.ndarray
-    features: np.ndarray | None = None
-
-
-class SequenceReadouts:
-    """What a sequence's readouts have given so far.
-
-    Attributes:
-        known: For each readout, rows before this one were read.
-    """
-
-    def __init__(self, request: Request) -> None:
-        """Hold nothing."""
-        self._asked, self._prompt = request.readouts, len(request.prompt)
-        self._parts: list[list[tuple[int, Values]]] = [[] for _ in self._asked]  # by first position, ascending
-        self.known = [one.tokens.first for one in self._asked]
-        self._said = [one.tokens.first for one in self._asked]
-
-    @property
-    def wants_generated(self) -> bool:
-        """Whether rows of generated tokens are wanted; then the last one is run through, too."""
-        return any(one.tokens.stop is None or one.tokens.stop > self._prompt for one in self._asked)
-
-    def add(self, index: int, first: int, values: Values) -> None:
-        """Take rows of one readout, the first of them at this position."""
-        self._parts[index].append((first, values))
-        self.known[index] = first + len(values.values)
-
-    def take(self, ended: bool = False) -> tuple[ReadoutRows, ...]:
-        """The rows that were not said yet; of those of which the last ones are wanted, nothing before the end."""
-        found = []
-        for index, one in enumerate(self._asked):
-            if (one.tokens.tail and not ended) or self._said[index] >= self.known[index]:
-                continue
-            positions = one.tokens.within(self._said[index], self.known[index])
-            if one.tokens.tail:
-                positions = positions[-one.tokens.tail :]
-            self._said[index] = self.known[index]
-            if len(positions):
-                found.append(ReadoutRows(index, positions, *self._rows(index, positions)))
-        return tuple(found)
-
-    def column(self, index: int, positions: Sequence[int]) -> Values:
-        """Rows at some positions: NaN where there is none, and the number -1 for a feature that is 0."""
-        one, (values, features) = self._asked[index], self._all(index)
-        first = one.tokens.first
-        wanted = set(one.tokens.of(self.known[index]))
-        shape = (len(positions), values.shape[1])
-        found = np.full(shape, np.nan, np.float32), np.full(shape, -1, np.int32)
-        rows = [i for i, position in enumerate(positions) if position in wanted]
-        at = [positions[i] - first for i in rows]
-        found[0][rows] = values[at]
-        if features is not None:
-            found[1][rows] = np.where(values[at] == 0, -1, features[at])  # which of the others is 0 means nothing
-        return Values(found[0], None if features is None else found[1])
-
-    def _rows(self, index: int, positions: Sequence[int]) -> tuple[list[list[float]], list[list[int]] | None]:
-        first = self._asked[index].tokens.first
-        values, features = self._all(index)
-        at = [position - first for position in positions]
-        return values[at].tolist(), None if features is None else features[at].tolist()
-
-    def _all(self, index: int) -> Values:
-        parts = self._parts[index]
-        if not parts:
-            width = self._asked[index].width
-            return Values(
-                np.zeros((0, width), np.float32), np.zeros((0, width), np.int32) if self._asked[index].top_k else None
-            )
-        if len(parts) > 1:
-            values = np.concatenate([part.values for _, part in parts])
-            features = [part.features for _, part in parts if part.features is not None]
-            joined = Values(values, np.concatenate(features) if features else None)
-            self._parts[index] = parts = [(parts[0][0], joined)]
-        return parts[0][1]
 
 
 @dataclass(frozen=True)
@@ -314,17 +232,3 @@ def _read_features(readout: Readout, takers: Sequence[_Taker], rows: torch.Tenso
 
 def _asked(taker: _Taker) -> Asked | None:
     return taker.span.request.readouts[taker.index] if taker.span else None
-
-
-def with_columns(captured: Captured, request: Request, readouts: SequenceReadouts | None) -> Captured:
-    """What was recorded, with the values of the request's readouts at the same tokens; NaN where a readout has none."""
-    if readouts is None or not captured.positions:
-        return captured
-    values = dict(captured.values)
-    for index, one in enumerate(request.readouts):
-        column = readouts.column(index, captured.positions)
-        name = f"{COLUMN}{one.source.name}"
-        values[name] = torch.from_numpy(column.values)
-        if column.features is not None:
-            values[f"{name}.features"] = torch.from_numpy(column.features)
-    return captured._replace(values=values)

@@ -9,7 +9,7 @@ from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.decoding.prompt_logprobs import PromptScores
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
-from deployments.engine.readouts import SequenceReadouts
+from deployments.engine.read_values import SequenceReadouts
 from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request, StopReason
 from deployments.model.kv_cache import SequenceKv
 

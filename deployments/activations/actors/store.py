@@ -1,4 +1,7 @@
-"""The activation store as an actor: stores runs, whose batches come by reference, and clients' tensor files."""
+"""The activation store as an actor: stores runs, whose batches come by reference, and clients' tensor files.
+
+More than 300 lines, because Ray calls one class: everything that others ask of the store is a method of it.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The manifest lists a segment only once its object is complete, with the same bytes as on disk. After a crash between the
 two, the segment is uploaded again. Segments in the bucket stay on the disk as a cache.
+
+More than 300 lines, because all that the thread does in a round depends on the same claim and catalogue.
 """
 
 from __future__ import annotations

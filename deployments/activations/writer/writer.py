@@ -1,6 +1,8 @@
 """The writer: appends runs to shards on one thread, with group commit. It answers only once the bytes are durable.
 
 A shard is `<root>/<session_id>/<writer>-000001.arrow`.
+
+More than 300 lines, because what callers ask of the thread stands beside what it does of it.
 """
 
 from __future__ import annotations
