@@ -31,7 +31,7 @@ from benchmarks.common import report
 from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 MOST_MS, LEAST_FRAMES = 300.0, 58.0
 # Of a trace. Without the first, which turns off all that are on by default, it is too large to read.
 CATEGORIES = ["-*", "disabled-by-default-devtools.timeline.frame"]

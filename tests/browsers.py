@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 # Those without windows first: a page takes half as much processor time there.
 NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome")
 READY = "html[data-ready]"  # what each page of the project sets once it shows all
+
+expect.set_options(timeout=30_000)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import secrets
 import signal
@@ -42,28 +44,50 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
+# By which a process of pytest-xdist tells the one that hands out tests which of them need the shared cluster.
+NEED_CLUSTER = "need_cluster"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput[NEED_CLUSTER] = str(_need_cluster(node.config))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give a process all tests that need the shared cluster, so that one is started; the others file by file."""
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class Files(LoadGroupScheduling):  # type: ignore[misc]
+    class Files(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            scope: str = super()._split_scope(nodeid)
-            return scope.partition("::")[0]
+            return "cluster" if nodeid in self._shared else nodeid.partition("::")[0]
+
+        @functools.cached_property
+        def _shared(self) -> set[str]:
+            return set(json.loads(_need_cluster(config).read_text()))
 
     config.option.loadscopereorder = False
     return Files(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@functools.cache
+def _need_cluster(config: pytest.Config) -> Path:
+    directory = tempfile.TemporaryDirectory(prefix="vt-")
+    config.add_cleanup(directory.cleanup)
+    return Path(directory.name) / NEED_CLUSTER
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that need Ray; those take longest and come first, so that two processes end together."""
-    for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker("server")
-            item.add_marker(pytest.mark.xdist_group("cluster"))
-    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("xdist_group", "server")])
+    shared = [item for item in items if "cluster" in getattr(item, "fixturenames", ())]
+    for item in shared:
+        item.add_marker("server")
+    if path := getattr(config, "workerinput", {}).get(NEED_CLUSTER):
+        part = Path(path).with_suffix(f".{os.getpid()}")  # every process writes the same
+        part.write_text(json.dumps([item.nodeid for item in shared]))
+        part.replace(path)
+    first = {item.nodeid for item in shared}
+    items.sort(key=lambda item: (item.nodeid not in first, item.get_closest_marker("server") is None))
 
 
 @dataclass(frozen=True)
@@ -129,7 +153,7 @@ def cluster() -> Iterator[Cluster]:
         os.environ |= {name: env[name] for name in ("RAY_USAGE_STATS_ENABLED", "VITRINE_HOME")}
         command = ["ray", "start", "--head", "--num-cpus=2", f"--port={port}", "--node-ip-address=127.0.0.1"]
         command += [f"--dashboard-port={dashboard}", f"--temp-dir={directory / 'ray'}", "--block"]
-        command += ["--include-log-monitor=false"]  # this process prints no logs
+        command += ["--include-log-monitor=false"]  # what replicas log stays in their files
         command += ["--dashboard-agent-listen-port=0"]  # 52365 else, and a second Ray on this machine takes no jobs
         with (directory / "head.log").open("wb") as log:
             head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)

@@ -149,6 +149,7 @@ export function view(app) {
       thinks.remove();
       end();
     }
+    if (!turns.includes(turn)) return true; // another chat has taken its place
     if (!strip.tokens.length && !turn.ended) {
       if (turns.at(-1) === turn) drop(turns.length - 1);
       return false;
@@ -265,10 +266,10 @@ export function view(app) {
       ...pins.read(),
     }),
     write: (state) => {
-      pins.watch([]); // an answer that ends now pins nothing that this state holds
       pins.write(state);
       running?.abort();
       drop(0);
+      about.replaceChildren(...details());
       box.value = asText(state.draft);
       system.value = asText(state.system);
       settings.write(state);

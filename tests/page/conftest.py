@@ -10,12 +10,10 @@ import httpx
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page
 from safetensors.torch import save
 
 from tests import browsers
-
-expect.set_options(timeout=30_000)
 
 
 # Not for the session: other tests of this process run event loops.

@@ -151,6 +151,7 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
     assert told["session"] == "killed"
     assert told["failed"] == 0
     assert told["already_stored"] > 0
+    assert told["runs"] > 0, "it was killed before its end"
     assert told["runs"] + told["already_stored"] == 700
     assert len(by_id(store / "killed")) == 700
 

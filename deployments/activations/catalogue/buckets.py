@@ -23,19 +23,22 @@ _read: dict[str, tuple[frozenset[str], sqlite3.Connection]] = {}  # by place, wh
 def read_manifest(place: Place) -> sqlite3.Connection | None:
     """A catalogue's database, in memory, of what a bucket's manifest says; None where it has none."""
     manifest, key = Manifest(place), f"{place.id} {place.path}"
-    names = frozenset(manifest.names())
-    while names and (key not in _read or _read[key][0] != names):
+    while names := frozenset(manifest.names()):
+        known, database = _read.get(key, (None, None))
+        if known == names:
+            return database
         database = in_memory()
         try:
             bring(database, manifest, sorted(names), Path(tempfile.gettempdir()))
         except OSError:
+            database.close()
             # A snapshot may have replaced parts since they were listed.
-            before, names = names, frozenset(manifest.names())
-            if names == before:
+            if names <= manifest.names().keys():
                 raise
         else:
             _read[key] = names, database
-    return _read[key][1] if names else None
+            return database
+    return None
 
 
 def catalogue_of(place: Place) -> sqlite3.Connection:

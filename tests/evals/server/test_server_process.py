@@ -137,7 +137,6 @@ def test_fresh_restarts_it_and_sigterm_in_the_middle_stops_it(kept: Place) -> No
     assert (kept.results / "fifth" / "server.log").is_file()
 
 
-@pytest.mark.long  # another Ray and another server
 def test_a_server_goes_with_an_evaluator_that_is_killed(tmp_path: Path, eventually: Callable[..., Any]) -> None:
     where = place(tmp_path)
     process = subprocess.Popen(
