@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import socket
@@ -170,3 +171,17 @@ def test_a_server_that_goes_away_within_an_answer_leaves_what_came(opened, serve
         page.get_by_role("button", name="Try again").click()
         expect(page.locator(".under")).to_contain_text("the end of its answer")
         expect(page.locator("article.user")).to_have_count(1)
+
+
+def test_a_link_that_is_opened_within_an_answer_shows_nothing_of_that_answer(opened):
+    page = opened("#chat")
+    page.route("**/v1/chat/completions", without_end)
+    begin(page, "chat")
+    expect(page.get_by_role("listbox", name="Tokens of the answer").get_by_role("option").nth(3)).to_be_visible()
+    state = {"messages": [{"role": "user", "content": "Another chat"}], "pinned": [2]}
+    coded = base64.urlsafe_b64encode(json.dumps(state).encode()).decode().rstrip("=")
+    page.evaluate("hash => { location.hash = hash; }", f"#chat={coded}")
+    expect(page.get_by_text("This chat comes from a link")).to_be_visible()
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+    expect(page.locator("aside")).to_contain_text("Point at a token")
+    expect(page.locator("p.hidden[role=status]")).to_have_text("")
