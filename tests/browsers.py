@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -34,3 +37,9 @@ def show(page: Page, url: str) -> None:
     page.goto("about:blank")
     page.goto(url)
     page.wait_for_selector(READY)
+
+
+def follow(page: Page, view: str, state: dict[str, Any]) -> None:
+    """Go to a view's link in a page that is open already."""
+    coded = base64.urlsafe_b64encode(json.dumps(state).encode()).decode().rstrip("=")
+    page.evaluate("fragment => { location.hash = fragment; }", f"{view}={coded}")

@@ -44,7 +44,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
-# By which a process of pytest-xdist tells the one that hands out tests which of them need the shared cluster.
+# In a worker's input: the file to which it writes the ids of the tests that need the shared cluster.
 NEED_CLUSTER = "need_cluster"
 
 
@@ -79,15 +79,13 @@ def _need_cluster(config: pytest.Config) -> Path:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that need Ray; those take longest and come first, so that two processes end together."""
-    shared = [item for item in items if "cluster" in getattr(item, "fixturenames", ())]
-    for item in shared:
-        item.add_marker("server")
+    shared = {item.nodeid for item in items if "cluster" in getattr(item, "fixturenames", ())}
+    for item in items:
+        if item.nodeid in shared:
+            item.add_marker("server")
     if path := getattr(config, "workerinput", {}).get(NEED_CLUSTER):
-        part = Path(path).with_suffix(f".{os.getpid()}")  # every process writes the same
-        part.write_text(json.dumps([item.nodeid for item in shared]))
-        part.replace(path)
-    first = {item.nodeid for item in shared}
-    items.sort(key=lambda item: (item.nodeid not in first, item.get_closest_marker("server") is None))
+        Path(path).write_text(json.dumps(sorted(shared)))  # every worker the same, before any is given tests
+    items.sort(key=lambda item: (item.nodeid not in shared, item.get_closest_marker("server") is None))
 
 
 @dataclass(frozen=True)

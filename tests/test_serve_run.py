@@ -52,7 +52,7 @@ def test_the_options_are_those_that_were_given(second, eventually):
     assert httpx.get(f"{second}/v1/models/named/second", timeout=30).status_code == 200
 
 
-@pytest.mark.long
+@pytest.mark.long  # tests of the evaluator run it on the same two cores
 def test_an_evaluation_finishes_beside_three_replicas_on_two_cores(second, served, tmp_path):
     command = ["python", "-m", "evals.gsm8k", f"--base-url={second}/v1", "--samples=4", "--mode=no-tools"]
     command += ["--max-tokens=16", f"--results-dir={tmp_path / 'results'}"]

@@ -139,7 +139,7 @@ def known(root: Path, runs: int, files: int) -> None:
     catalogue = Catalogue.rebuild(root / ".new", manifest)
     catalogue.catch_up()
     taken, size = time.perf_counter() - began, manifest.names()[name] / 1e6
-    [count] = catalogue._database.execute("SELECT count(*) FROM runs").fetchone()
+    [(count,)] = catalogue.select("SELECT count(*) FROM runs")
     print(f"start over {count:,} runs of a manifest, {size:.0f} MB: {taken:.2f} s")
     catalogue.close()
 

@@ -31,7 +31,7 @@ import torch
 from benchmarks.common import report
 from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
-from benchmarks.common.measuring import Measured, Ratio, Run, Spread, Way, as_json, in_turn, ratio
+from benchmarks.common.measuring import Ratio, Run, Way, as_json, in_turn, ratio
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.reader.training import ActivationRows

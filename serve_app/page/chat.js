@@ -62,12 +62,16 @@ export function view(app) {
     if (!turns.length) log.replaceChildren(empty("Write to the model. Each token of its answer shows how sure it was, and what else it might have said."));
   }
 
-  function renew() {
+  function clear() {
     running?.abort();
     drop(0);
+    about.replaceChildren(...details());
+  }
+
+  function renew() {
+    clear();
     pins.write();
     trouble.replaceChildren();
-    about.replaceChildren(...details());
     welcome();
     app.changed();
     box.focus();
@@ -267,9 +271,7 @@ export function view(app) {
     }),
     write: (state) => {
       pins.write(state);
-      running?.abort();
-      drop(0);
-      about.replaceChildren(...details());
+      clear();
       box.value = asText(state.draft);
       system.value = asText(state.system);
       settings.write(state);

@@ -34,8 +34,7 @@ def opened(chromium: Browser, served: Any) -> Iterator[Callable[..., Page]]:
         page.set_default_timeout(30_000)
         page.on("pageerror", lambda error: failures.append(str(error)))
         page.on("console", lambda said: "Content Security Policy" in said.text and failures.append(said.text))
-        page.goto(f"{root}/{fragment}")
-        page.wait_for_selector(browsers.READY)
+        browsers.show(page, f"{root}/{fragment}")
         return page
 
     yield opened

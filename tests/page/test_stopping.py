@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import socket
@@ -15,6 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 from playwright.sync_api import Page, Route, expect
+
+from tests.browsers import follow
 
 PROMPT = "Tom has 3 boxes"
 WITHIN_S = 3.0  # an answer that is not stopped takes far longer
@@ -178,9 +179,7 @@ def test_a_link_that_is_opened_within_an_answer_shows_nothing_of_that_answer(ope
     page.route("**/v1/chat/completions", without_end)
     begin(page, "chat")
     expect(page.get_by_role("listbox", name="Tokens of the answer").get_by_role("option").nth(3)).to_be_visible()
-    state = {"messages": [{"role": "user", "content": "Another chat"}], "pinned": [2]}
-    coded = base64.urlsafe_b64encode(json.dumps(state).encode()).decode().rstrip("=")
-    page.evaluate("hash => { location.hash = hash; }", f"#chat={coded}")
+    follow(page, "chat", {"messages": [{"role": "user", "content": "Another chat"}], "pinned": [2]})
     expect(page.get_by_text("This chat comes from a link")).to_be_visible()
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()
     expect(page.locator("aside")).to_contain_text("Point at a token")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 import subprocess
 import sys
@@ -12,6 +10,8 @@ import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect
 from safetensors.numpy import load
+
+from tests.browsers import follow
 
 QUESTION = "Ann has 3 boxes of 12 pens. How many pens is that?"
 PROMPT = "Tom has 3 boxes"
@@ -403,9 +403,8 @@ def test_a_view_whose_module_is_late_opens_in_the_state_of_its_link(opened):
     held: list[Route] = []
     page.route("**/page/lens.js", lambda route: held.append(route))
     page.get_by_label("Message", exact=True).fill("Ann")  # a moment later this is in the chat's address
-    fragment = base64.urlsafe_b64encode(json.dumps({"text": PROMPT}).encode()).decode().rstrip("=")
     with page.expect_request("**/page/lens.js"):
-        page.evaluate("fragment => (location.hash = `lens=${fragment}`)", fragment)
+        follow(page, "lens", {"text": PROMPT})
     page.clock.run_for(1000)
     held[0].continue_()
     expect(page.get_by_label("Text")).to_have_value(PROMPT)

@@ -60,7 +60,7 @@ def to_batch(
     no rows, lengths differ, or a name, shape, device or dtype is unfit.
     """
     rows = len(positions)
-    offsets = [None] * rows if text_offsets is None else text_offsets
+    offsets = pa.nulls(rows, pa.int32()) if text_offsets is None else pa.array(text_offsets, pa.int32())
     if not rows or len(token_ids) != rows or len(offsets) != rows:
         counts = f"{rows} positions, {len(token_ids)} token ids and {len(offsets)} text offsets"
         raise ValueError(f"{counts}: need as many, and at least one")
@@ -72,7 +72,7 @@ def to_batch(
         pa.array(index),
         pa.DictionaryArray.from_arrays((index >= prompt_tokens).astype(np.int8), PHASES),
         pa.array(np.asarray(token_ids, dtype=np.int32)),
-        pa.array(offsets, pa.int32()),
+        offsets,
     )
     dtypes = {name: dtype_name(value.dtype) for name, value in points.items()}
     heads = {name: value.heads for name, value in points.items() if isinstance(value, Patterns)}

@@ -2,7 +2,7 @@
 
 A shard is `<root>/<session_id>/<writer>-000001.arrow`.
 
-More than 300 lines, because what callers ask of the thread stands beside what it does of it.
+More than 300 lines, because each method for callers stands beside the thread's method that does the work.
 """
 
 from __future__ import annotations
