@@ -32,7 +32,7 @@ from deployments.activations.nodes.submitting import (
     open_returned,
     releases_nodes,
 )
-from deployments.activations.state.nodes import uri_of
+from deployments.activations.state.nodes import node_of, uri_of
 from deployments.clusters import NAMESPACE, ON_HEAD, detached
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ActivationStore(RunReceiver):
         restrict(Path(root))
         self._asked, self._root, self._life = root, Path(root).resolve(), life
         self._code = code_version()
-        self._mark = open_directory(self._root)
+        self._mark, self._heartbeat = open_directory(self._root)
         self._archive: Archive | None = None
         self._archive_uri = archive or None
         if archive:
@@ -98,8 +98,7 @@ class ActivationStore(RunReceiver):
         else:
             check_bucket(self._root, None)
         self._catalogue = Catalogue.rebuild(self._root, self._archive.manifest if self._archive else None)
-        self._limits = saved_limits(self._root, life)
-        self._limits_of = dict[str, Retention]()  # by application
+        self._limits, self._limits_of = saved_limits(self._root, life)  # the latter by application
         self._holds = uuid.uuid4().hex
         self._owners, self._nodes, self._pins = Owners(self._root), Nodes(self._root), Pins(self._root)
         if self._archive:
@@ -160,13 +159,14 @@ class ActivationStore(RunReceiver):
         await asyncio.to_thread(self._pins.check, session_id)  # before any run of it is refused
         async with self._deleting:
             await self._flush(session_id, record and record.fence)  # what was stored so far is known, and goes
+            holding = {node_of(uri) for uri in await asyncio.to_thread(self._catalogue.files, session_id)}
             found = await asyncio.wrap_future(self._writing().delete(session_id, account))
             nodes = await asyncio.to_thread(self._nodes.all)
             waiting = await asyncio.to_thread(self._nodes.waiting, session_id)
             if waiting:
                 await self._flush()
                 waiting = await asyncio.to_thread(self._nodes.waiting, session_id)
-        away = sorted({nodes[key].name for key in waiting if key in nodes and not nodes[key].lost})
+        away = sorted({nodes[key].name for key in waiting & holding if key in nodes and not nodes[key].lost})
         if away:
             logger.warning("session %s is deleted on %s when they come back", session_id, ", ".join(away))
         return Deleted(tuple(away)) if found or away else None
@@ -214,9 +214,7 @@ class ActivationStore(RunReceiver):
 
     async def place(self) -> Home:
         """Where the store is, for the writers of other nodes."""
-        return Home(
-            ray.get_runtime_context().get_node_id(), self._mark, self._holds, await asyncio.to_thread(releases_nodes)
-        )
+        return Home(ray.get_runtime_context().get_node_id(), self._mark, self._holds)
 
     async def join(self, node: Node) -> Reply:
         """A node's writer reports its runs from now on; its key is empty if it writes in the store's own directory."""
@@ -229,7 +227,8 @@ class ActivationStore(RunReceiver):
         deletions = await asyncio.to_thread(self._nodes.deletions, node.key)
         if self._archive:
             self._archive.retry()
-        return Reply(self._node_life(), {}, deletions, known)
+        releases = await asyncio.to_thread(releases_nodes)
+        return Reply(self._node_life(), {}, deletions, known, releases)
 
     async def report(self, key: str, notes: list[Note], deleted: list[int], asked: list[str]) -> Reply:
         """As `SessionManager.note`; `deleted` are ids of deletions that the node did before it wrote these runs."""
@@ -290,7 +289,7 @@ class ActivationStore(RunReceiver):
             retention = retention.with_owners_of(self._limits_of.values())
         self._limits = retention  # also those of a writer that takes the place of this one
         gone = asyncio.wrap_future(self._writing().retain(retention, now))
-        await asyncio.to_thread(save_limits, self._root, self._life, retention)
+        await asyncio.to_thread(save_limits, self._root, self._life, retention, self._limits_of)
         return await gone
 
     # ---- clients' files and profiles

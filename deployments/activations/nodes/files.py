@@ -182,7 +182,7 @@ def place_of_node(nodes: Nodes, uri: str) -> Node:
     if node is None:
         raise NodeAwayError("the run lies on a node that is not known any more", lost=True)
     if node.lost:
-        raise NodeAwayError(f"node {node.name} came back with an empty disk, and the run is lost", lost=True)
+        raise NodeAwayError(f"the run was on the disk of node {node.name}, which is lost", lost=True)
     if not nodes.is_alive(node):
         raise NodeAwayError(f"the run lies on node {node.name}, which is away: try again when it is back")
     return node

@@ -29,13 +29,15 @@ logger = logging.getLogger(__name__)
 class Reply(NamedTuple):
     """What the store answers to a node, with another `life` each time that it has started.
 
-    `refused` sessions may get no more runs; `known` are bytes and runs of the node's files, by name, where it joins.
+    `refused` sessions may get no more runs. Where the node joins, `known` are bytes and runs of its files by name, and
+    `releases` says whether Ray's autoscaler can release it.
     """
 
     life: str
     refused: dict[str, str]
     deletions: list[Deletion]
     known: dict[str, tuple[int, int]] | None = None
+    releases: bool = False
 
 
 class RunReporter:
@@ -51,6 +53,7 @@ class RunReporter:
 
     Attributes:
         refused: Sessions that may get no more runs, with the reason.
+        releases: Whether Ray's autoscaler can release the node, once it has joined the store.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class RunReporter:
         beat: Callable[[], None],
     ) -> None:
         self.refused: dict[str, str] = {}
+        self.releases = False
         self._store, self._node = store, node
         self._stored, self._delete, self._on_reported, self._beat = stored, delete, on_reported, beat
         self._lock = threading.Lock()  # for the next two
@@ -156,7 +160,7 @@ class RunReporter:
         stored = [part for note in self._stored(reply.known or {}) for part in _parts(note)]
         with self._lock:
             self._notes.extendleft(reversed(stored))
-        self._life = reply.life
+        self._life, self.releases = reply.life, reply.releases
         self._joined.set()
 
     def _take(self, reply: Reply) -> None:

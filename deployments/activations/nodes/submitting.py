@@ -91,15 +91,11 @@ class RunReceiver(ABC):
 
 
 class Home(NamedTuple):
-    """Where the store is: its node's id in Ray, its directory's `mark`, and its `hold` of the directory's lock.
-
-    `releases`: whether other nodes can be released while the cluster runs.
-    """
+    """Where the store is: its node's id in Ray, its directory's `mark`, and its `hold` of the directory's lock."""
 
     node: str
     mark: str
     hold: str
-    releases: bool = False
 
 
 def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:

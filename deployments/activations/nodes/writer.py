@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
 from deployments.activations.facts import Note, StoreError, explained, name_of
 from deployments.activations.files.disk import restrict, write
+from deployments.activations.files.machines import Heartbeat, local_locks
 from deployments.activations.files.places import place_of
 from deployments.activations.nodes.files import serve_segments
 from deployments.activations.nodes.reporting import RunReporter
@@ -55,6 +57,7 @@ class NodeWriter(RunReceiver):
         self._fences = OrderedDict[str, None]()  # of deleted sessions, the oldest first
         self._opening = asyncio.Lock()
         self._opened = False
+        self._heartbeat: Heartbeat | None = None  # in a directory of the node's own
         restrict(self._root)
         if (self._root / _OWN).exists():  # the store may be away
             try:
@@ -65,26 +68,14 @@ class NodeWriter(RunReceiver):
     async def ready(self) -> None:
         """Return once the node can write runs. StoreError if it cannot; the message says what to change."""
         async with self._opening:
-            if self._opened:
-                return
-            if (self._root / _OWN).exists():
-                await asyncio.to_thread(self._open_own)
-                return
-            home = await self._home()
-            try:
-                sees = (self._root / MARK).read_text() == home.mark
-            except OSError:
-                sees = False
-            if sees:
-                await self._check_locks(home)
-                self._open("", Catalogue())
-            else:
-                if home.releases and not self._archive:  # the directory would go with its node
-                    raise StoreError(
-                        f"Ray's autoscaler can release this node, and with it the runs in {self._root}: set archive to "
-                        "a bucket (archive=s3://bucket/prefix), or activations_dir to a directory that all nodes share."
-                    )
-                await asyncio.to_thread(self._open_own)
+            if not self._opened:
+                await self._open_found()
+        await self._reporter.joined(_JOIN_S)
+        if self._reporter.releases and self._node.key and not self._archive:
+            raise StoreError(
+                f"Ray's autoscaler can release this node, and with it the runs in {self._root}: set archive to a "
+                "bucket (archive=s3://bucket/prefix), or activations_dir to a directory that all nodes share."
+            )
 
     async def wait_archived(self, uri: str) -> None:
         """As `ActivationStore.wait_archived`: the store archives what all writers seal."""
@@ -107,11 +98,11 @@ class NodeWriter(RunReceiver):
         """As `upload_sealed`, of a segment by its name `<session>/<segment>`, quoted as in URIs."""
         assert self._archive is not None
         file = place_of(self._archive).file(unquote(name))
-        await asyncio.to_thread(upload_sealed, self._root / unquote(name), size, file)
+        await asyncio.to_thread(upload_sealed, self._path(name), size, file)
 
     async def remove(self, name: str) -> None:
         """Remove a segment that is in the bucket, by its name; raises OSError where the disk refuses."""
-        path = self._root / unquote(name)
+        path = self._path(name)
         await asyncio.to_thread(path.unlink, missing_ok=True)
         await asyncio.to_thread(self._catalogue.forget_files, path.as_uri())
 
@@ -121,8 +112,21 @@ class NodeWriter(RunReceiver):
             self._reporter.close()
             self._writer.close()
             self._catalogue.close()
+        if self._heartbeat:
+            self._heartbeat.close()
 
     # ---- opening
+
+    async def _open_found(self) -> None:
+        """Open the store's directory where the node sees it, else its own."""
+        if not (self._root / _OWN).exists():
+            home = await self._home()
+            with contextlib.suppress(OSError):
+                if (self._root / MARK).read_text() == home.mark:
+                    await self._check_locks(home)
+                    self._open("", Catalogue())
+                    return
+        await asyncio.to_thread(self._open_own)
 
     async def _home(self) -> Home:
         try:
@@ -137,16 +141,12 @@ class NodeWriter(RunReceiver):
         with explained(self._root):
             taken = can_hold(self._root)
         if taken and await self._home() == home:
-            raise StoreError(
-                f"Locks on {self._root} hold within each node only, and nodes that share it would damage each other's "
-                "files: mount it with locks that hold on all nodes (NFS 4 without local_lock, Lustre with flock), or "
-                "give the nodes directories that they do not share."
-            )
+            raise local_locks(self._root, "the store's node")
 
     def _open_own(self) -> None:
         """Open a directory of the node's own, as the store opens its."""
         with explained(self._root):
-            key = open_directory(self._root)
+            key, self._heartbeat = open_directory(self._root)
             write(self._root, ".", _OWN, b"A node of a cluster keeps this directory for itself.\n")
         catalogue = Catalogue.rebuild(self._root)
         self._serve()  # before the node joins the store
@@ -185,7 +185,7 @@ class NodeWriter(RunReceiver):
 
     def _forget_reported(self, notes: Sequence[Note]) -> None:
         for file in (note.file for note in notes if note.file.sealed and not self._node.key):
-            self._catalogue.forget_files(file.uri)
+            self._catalogue.forget_files(self._path(file.uri).as_uri())
 
     def _delete(self, deletion: Deletion) -> bool:
         """Delete a session of the node's own directory, as `Deletion` says; whether it did."""
@@ -205,13 +205,16 @@ class NodeWriter(RunReceiver):
         return [note._replace(file=note.file._replace(uri=self._reported_uri(note.file.uri))) for note in added]
 
     def _reported_uri(self, uri: str) -> str:
-        """A segment's URI as the store lists it; relative to the node's directory if the node has its own."""
-        return uri_of(self._node.key, name_of(uri)) if self._node.key else uri
+        """A segment's URI for the store, which may have another path to a directory that it shares with the node."""
+        return uri_of(self._node.key, name_of(uri))
+
+    def _path(self, uri: str) -> Path:
+        """A segment's path on this node, by its URI or name."""
+        return self._root / unquote(name_of(uri))
 
     async def _check(self, session_id: str, fence: str | None) -> None:
         """Raise StoreError where no run of a session may be written."""
         await self.ready()
-        await self._reporter.joined(_JOIN_S)
         if fence in self._fences:
             raise StoreError(f"Session {session_id} was deleted while the run went on: send the request again.")
         if reason := self._reporter.refused.get(session_id):

@@ -14,12 +14,14 @@ from deployments.activations.state.state import State
 
 SCHEME = "node://"  # of segments that lie on another node's disk: node://<key>/<session>/<segment>
 _ALIVE_S = 1.0  # for which it is believed which nodes are alive
+_LOST_S = 7 * 86400.0  # that a node may be away before its disk counts as lost
 
 
 class Node(NamedTuple):
     """A node with a directory of its own, `root`, by a `key` that is made with the directory.
 
-    `ray_id` is another one each time that it joins the cluster; it is `lost` if it came back without the directory.
+    `ray_id` is another one each time that it joins the cluster. It is `lost` if it came back without the directory, or
+    is away for a week; if it is there again with the directory, it is no more.
     """
 
     key: str
@@ -55,18 +57,32 @@ class Nodes(State):
         self.write("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, 0)", [node[:4]])
         self.mark_lost()
 
-    def mark_lost(self) -> None:
-        """Say of nodes that are away, and whose address has another directory now, that they have lost their disk."""
-        nodes = self.all().values()
-        there = {node.name for node in nodes if self.is_alive(node)}
-        lost = [(one.key,) for one in nodes if not one.lost and one.name in there and not self.is_alive(one)]
-        if lost:
+    def mark_lost(self, now: float | None = None) -> None:
+        """Say which nodes have lost their disk by a time in Unix seconds: see `Node`."""
+        now, nodes = time.time() if now is None else now, self.all().values()
+        there, away = (
+            {one.name for one in nodes if self.is_alive(one)},
+            [one for one in nodes if not self.is_alive(one)],
+        )
+        since = dict(self.rows("SELECT node, since FROM away"))
+        if begun := [(one.key, now) for one in away if one.key not in since]:
+            self.write("INSERT INTO away VALUES (?, ?)", begun)
+        if ended := [(key,) for key in since.keys() - {one.key for one in away}]:
+            self.write("DELETE FROM away WHERE node = ?", ended)
+        late = {one.key for one in away if since.get(one.key, now) <= now - _LOST_S}
+        if lost := [(one.key,) for one in away if not one.lost and (one.name in there or one.key in late)]:
             self.write("UPDATE nodes SET lost = 1 WHERE key = ?", lost)
 
-    def begin_deletion(self, session_id: str, fence: str | None, last: float | None) -> None:
-        """Have all nodes delete a session; those that are away do when they come back."""
-        each = "INSERT INTO deletions (node, session, fence, last) SELECT key, ?, ?, ? FROM nodes"
-        self.write(each, [(session_id, fence, last)])
+    def begin_deletion(
+        self, session_id: str, fence: str | None, last: float | None, holding: Collection[str | None]
+    ) -> None:
+        """Have nodes delete a session: those in `holding`, by key, and all that are not lost.
+
+        The latter may hold runs that they have not reported. Nodes that are away delete when they come back.
+        """
+        nodes = [one.key for one in self.all().values() if one.key in holding or not one.lost]
+        each = "INSERT INTO deletions (node, session, fence, last) VALUES (?, ?, ?, ?)"
+        self.write(each, [(key, session_id, fence, last) for key in nodes])
 
     def deletions(self, key: str) -> list[Deletion]:
         """What a node has yet to delete, in order."""

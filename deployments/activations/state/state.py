@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import stat
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +44,7 @@ CREATE TABLE IF NOT EXISTS nodes (
 CREATE TABLE IF NOT EXISTS deletions (
     id INTEGER PRIMARY KEY AUTOINCREMENT, node TEXT NOT NULL, session TEXT NOT NULL, fence TEXT, last REAL
 );
+CREATE TABLE IF NOT EXISTS away (node TEXT PRIMARY KEY, since REAL NOT NULL);
 PRAGMA user_version = 1
 """
 _ERRNOS = {  # what SQLite says without the system's number for it
@@ -180,21 +181,26 @@ class Pins(State):
             raise RequestError(message, "session_id", "session_pinned", 409)
 
 
-def saved_limits(root: Path, life: str) -> Retention:
+def saved_limits(root: Path, life: str) -> tuple[Retention, dict[str, Retention]]:
     """What `save_limits` saved in this life; no limits where it saved none, or they cannot be read."""
     try:
         for (said,) in State(root).rows("SELECT said FROM limits WHERE life = ?", life):
-            return Retention(**json.loads(said))
+            limits, applications = json.loads(said)
+            return Retention(**limits), {name: Retention(**own) for name, own in applications.items()}
     except (ValueError, TypeError):
         logger.exception("saved limits of %s cannot be read: nothing is limited until an application starts", root)
-    return Retention()
+    return Retention(), {}
 
 
-def save_limits(root: Path, life: str, retention: Retention) -> None:
-    """Save limits for a store that comes back by itself, which alone has this `life`; a full disk is logged."""
+def save_limits(root: Path, life: str, limits: Retention, applications: Mapping[str, Retention]) -> None:
+    """Save limits, and those that each application set, for a store that comes back by itself.
+
+    It alone has this `life`. A full disk is logged.
+    """
+    said = json.dumps([asdict(limits), {name: asdict(own) for name, own in applications.items()}])
     try:
         with State(root).change() as database:
             database.execute("DELETE FROM limits")
-            database.execute("INSERT INTO limits VALUES (?, ?)", (life, json.dumps(asdict(retention))))
+            database.execute("INSERT INTO limits VALUES (?, ?)", (life, said))
     except StoreError:
         logger.exception("the limits of %s are not saved: they hold until the store comes back by itself", root)

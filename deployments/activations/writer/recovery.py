@@ -20,6 +20,7 @@ import pyarrow as pa
 from deployments.activations.catalogue.database import can_hold, sealed_files
 from deployments.activations.facts import StoreError, names_a_session
 from deployments.activations.files.disk import DELETED, NEW, PULLED, directory, files_of, remove_unfinished, take, write
+from deployments.activations.files.machines import Heartbeat
 from deployments.activations.files.places import DamagedError
 from deployments.activations.segments.batches import ends_cut
 from deployments.activations.segments.checksums import damaged
@@ -36,12 +37,16 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 logger = logging.getLogger(__name__)
 
 
-def open_directory(root: Path) -> str:
-    """Make a directory, put right what a killed process left in it, return its `mark`; StoreError if it is held."""
+def open_directory(root: Path) -> tuple[str, Heartbeat]:
+    """Make a directory and put right what a killed process left in it; StoreError if another process writes there.
+
+    Returns the directory's `mark`, and what shows other machines that this one writes there.
+    """
     make_root(root)
     _check_alone(root)
+    heartbeat = Heartbeat(root)
     recover(root, sealed_files(root))
-    return mark(root)
+    return mark(root), heartbeat
 
 
 def mark(root: Path) -> str:
@@ -62,8 +67,8 @@ def _check_alone(root: Path) -> None:
         while not can_hold(root):
             if time.monotonic() > until:
                 raise StoreError(
-                    f"Another server uses the activation store at {root}, and one server has a directory: stop it, or "
-                    "give this one another activations_dir."
+                    f"Another server or node uses the activation store at {root}: stop it, or give this one another "
+                    "activations_dir."
                 )
             time.sleep(0.1)
 

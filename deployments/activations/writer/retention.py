@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import OPERATOR, Account, Note, StoreError
+from deployments.activations.facts import OPERATOR, Account, Note, StoreError, name_of
 from deployments.activations.files.disk import DELETED, directory, scan_session
-from deployments.activations.files.places import path_of
 from deployments.activations.limits import Retention, SessionSize, oldest
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
@@ -151,11 +151,14 @@ class SessionManager:
         refused = {session_id: f"Session {session_id} is being deleted: send the request again." for session_id in gone}
         notes = [note for note in notes if note.session_id not in gone]
         for note in notes:
-            if node_of(uri := note.file.uri):
+            if key:
                 is_gone = self._archive and self._archive.has(note.file)
-            else:
-                is_gone = not path_of(uri).exists()
-            if not is_gone:  # nor its session deleted since
+            else:  # the node may see this directory under another path
+                path = self._root / unquote(name_of(note.file.uri))
+                note = note._replace(file=note.file._replace(uri=path.as_uri()))
+                if is_gone := not path.exists():
+                    logger.warning("%s, which a node wrote, is gone: its session may have been deleted since", path)
+            if not is_gone:
                 self.grow(note.session_id, self._catalogue.add(note))
         for session_id in {note.session_id for note in notes} | set(asked) - gone:
             try:
@@ -242,7 +245,8 @@ class SessionManager:
         if self._nodes and self._catalogue.knows(session_id):
             record = self._owners.of(session_id) if self._owners else None
             last = max((at for _, at in self._catalogue.last_runs(session_id)), default=0.0) if automatic else None
-            self._nodes.begin_deletion(session_id, record.fence if record else None, last)
+            holding = {node_of(uri) for uri in self._catalogue.files(session_id)}
+            self._nodes.begin_deletion(session_id, record.fence if record else None, last, holding)
         archived = self._archive.delete(session_id) if self._archive else False
         trash = self._put_aside(session_id)
         known = self._catalogue.drop(session_id) or archived

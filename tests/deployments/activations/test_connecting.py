@@ -12,6 +12,8 @@ from deployments.activations.actors import store as stores
 from deployments.activations.actors.store import ActivationStore
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
+from deployments.activations.files import machines
+from deployments.activations.files.machines import Heartbeat
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.submitting import Home
 from deployments.activations.nodes.writer import NodeWriter
@@ -66,27 +68,42 @@ def test_a_directory_whose_locks_hold_on_one_node_alone_is_refused_and_others_ar
 
     asyncio.run(check(home))  # the lock is seen to be held
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # as on a mount whose locks are local
-    with pytest.raises(StoreError, match="hold within each node only.*mount it with locks"):
+    with pytest.raises(StoreError, match="hold within each node only.*Mount it with locks"):
         asyncio.run(check(home))
     asyncio.run(check(Home("head", "mark", "another life")))  # it may have been let go of
     catalogue.close()
 
 
-def test_a_directory_that_goes_with_its_node_is_refused_unless_it_is_archived(tmp_path):
-    home = Home("head", "another mark", "", releases=True)
+def test_a_directory_that_another_machine_writes_is_refused_though_no_lock_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # as on a mount whose locks are local
+    monkeypatch.setattr(machines, "BEAT_S", 0.05)
+    monkeypatch.setattr(machines, "WATCH_S", 0.5)
+    other = Heartbeat(tmp_path, "another machine")
+    live = tmp_path / "session" / "20260101T000000-00000000-000001.arrow"
+    live.parent.mkdir()
+    live.write_bytes(b"half a batch")
 
-    async def ready(archive):
-        await writer_of(tmp_path, Store(home), archive).ready()
+    async def node_writer():
+        (tmp_path / ".node").touch()
+        await writer_of(tmp_path, Store()).ready()
 
-    with pytest.raises(StoreError, match="autoscaler can release this node.*set archive to a bucket.*all nodes share"):
-        asyncio.run(ready(None))
-    assert not list(tmp_path.iterdir())
+    for start in (lambda: ActivationStore(str(tmp_path)), lambda: asyncio.run(node_writer())):
+        with pytest.raises(StoreError, match="Locks on .* hold within each node only, and .* uses it.*Mount it with"):
+            start()
+        assert live.read_bytes() == b"half a batch"
+    other.close()
+    store = ActivationStore(str(tmp_path))  # the other machine is gone
+    store._writer.close()
+    store._catalogue.close()
+    assert [file.name for file in tmp_path.glob(".machine-*")] == [store._heartbeat._file.name]
 
 
 def test_a_second_server_on_a_directory_is_refused_and_a_directory_that_was_let_go_of_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "_ENDING_S", 0.0)
     first = ActivationStore(str(tmp_path))
-    with pytest.raises(StoreError, match="Another server uses the activation store at .*another activations_dir"):
+    with pytest.raises(
+        StoreError, match="Another server or node uses the activation store at .*another activations_dir"
+    ):
         ActivationStore(str(tmp_path))
     first._writer.close()
     first._catalogue.close()
@@ -108,6 +125,11 @@ def test_an_application_does_not_change_the_limits_of_another_that_runs(tmp_path
         retain("two")
     assert store._writer._manager.retention.max_session_age_s == 60
     retain("two", max_session_age_s=60.0)
+    store._writer.close()
+    store._catalogue.close()
+    store = ActivationStore(str(tmp_path))  # its process was killed, and Ray starts it again
+    with pytest.raises(StoreError, match="'two', max_session_age_s=60.0"):
+        retain("one")
     running.remove("two")
     retain("one")  # its own may change
     running.remove("one")

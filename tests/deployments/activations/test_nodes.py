@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_each_node_writes_files_of_its_own_and_the_store_knows_them_all(tmp_path
         [sys.executable, script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len([line for line in done.stdout.splitlines() if line.startswith(("both", "a "))]) == 4
+    assert len([line for line in done.stdout.splitlines() if line.startswith(("both", "a "))]) == 5
 
 
 # ---- a store and a node's writer in one process, which call each other as over Ray
@@ -92,19 +93,19 @@ class Writer(NodeWriter):
 class Nodes:
     """A store, here, and the writer of another node, there, whose directory is its own or the store's."""
 
-    def __init__(self, here, there, reader_of):
-        self.root, self.there_root, self._reader_of = here, there, reader_of
+    def __init__(self, here, there, reader_of, archive=None):
+        self.root, self.there_root, self._reader_of, self._archive = here, there, reader_of, archive
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.here = ActivationStore(str(here))
+        self.here = ActivationStore(str(here), archive=archive or "")
         self.store = Handle(self, lambda: self.here)
         self.writer = Handle(self, lambda: self.there)
         self.there = self.open_there()
 
     def open_there(self):
         async def opened():
-            return Writer(str(self.there_root), self.store, None, "ray-id", "10.0.0.2")
+            return Writer(str(self.there_root), self.store, self._archive, "ray-id", "10.0.0.2")
 
         return self.ask(opened())
 
@@ -145,6 +146,8 @@ class Nodes:
         self.store.reached.set()
         self.there.close()
         self.here._writer.close()
+        if self.here._archive:
+            self.here._archive.close()
         self.here._catalogue.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -166,7 +169,11 @@ class FakeReference:
 @pytest.fixture(params=["own", "shared"])
 def nodes(request, tmp_path, reader_of, monkeypatch):
     here = tmp_path / "here"
-    nodes = Nodes(here, here if request.param == "shared" else tmp_path / "there", reader_of)
+    monkeypatch.setattr("deployments.activations.actors.store.releases_nodes", lambda: False)
+    monkeypatch.setattr("deployments.activations.nodes.writer.is_released", lambda: False)
+    archive = request.getfixturevalue("bucket").uri("") if request.param == "archived" else None
+    nodes = Nodes(here, here if request.param == "shared" else tmp_path / "there", reader_of, archive)
+    monkeypatch.setattr("deployments.activations.nodes.files.writer_on", lambda *_: nodes.writer)
     monkeypatch.setattr("deployments.activations.actors.store.node_writers", lambda root: [nodes.writer])
     monkeypatch.setattr(
         "deployments.activations.state.nodes.Nodes.is_alive", lambda self, node: nodes.writer.reached.is_set()
@@ -179,6 +186,8 @@ def nodes(request, tmp_path, reader_of, monkeypatch):
 
 
 only_own = pytest.mark.parametrize("nodes", ["own"], indirect=True)
+only_shared = pytest.mark.parametrize("nodes", ["shared"], indirect=True)
+only_archived = pytest.mark.parametrize("nodes", ["archived"], indirect=True)
 
 
 class Big:
@@ -281,6 +290,91 @@ def test_a_node_that_was_away_deletes_before_it_lists(nodes, big, eventually):
     eventually(nodes.listed, lambda found: found == ["again"])
     assert [run.run_id for run in runs(nodes.there_root / "session")] == ["again"]
     assert nodes.listed("other") == ["kept"]
+
+
+@only_own
+def test_a_node_that_is_away_keeps_no_deletion_waiting_of_which_it_has_nothing(nodes, big, eventually):
+    nodes.store_run(big("a"))
+    eventually(nodes.listed)
+    facts = big("b", "other")
+    nodes.ask(nodes.here.write(facts.facts, [FakeReference(batch) for batch in facts.batches]))
+    nodes.there.close()
+    nodes.writer.reached.clear()
+    assert nodes.ask(nodes.here.delete("other")).away == ()
+    nodes.here._nodes.mark_lost()
+    assert nodes.ask(nodes.here.delete("session")).away == ("10.0.0.2",)
+    nodes.writer.reached.set()
+    nodes.there = nodes.open_there()
+    nodes.store_run(big("again"))
+    eventually(nodes.listed, lambda found: found == ["again"])
+
+
+@only_own
+def test_a_node_that_is_away_for_a_week_counts_as_lost_until_it_is_back(nodes, big, eventually):
+    nodes.store_run(big("a"))
+    nodes.store_run(big("b", "other"))
+    eventually(lambda: nodes.listed() + nodes.listed("other"), lambda found: found == ["a", "b"])
+    nodes.there.close()
+    nodes.writer.reached.clear()
+    day, known = 86400, nodes.here._nodes
+    known.mark_lost(now := time.time())
+    known.mark_lost(now + 6.9 * day)
+    assert "lost" not in nodes.session("session")["runs"][0]
+    known.mark_lost(now + 7.1 * day)
+    assert nodes.session("session")["runs"][0]["lost"]
+    assert nodes.ask(nodes.here.delete("session")).away == ()
+    assert known.waiting("session")  # a node that comes back all the same deletes
+    nodes.writer.reached.set()
+    nodes.there = nodes.open_there()
+    eventually(lambda: not (nodes.there_root / "session").exists())
+    eventually(lambda: nodes.session("other")["runs"][0].get("available"))
+    known.mark_lost(now + 8 * day)
+    nodes.writer.reached.clear()
+    known.mark_lost(now + 9 * day)
+    assert "lost" not in nodes.session("other")["runs"][0]  # it is away since a day ago
+
+
+@only_shared
+def test_a_node_may_see_the_stores_directory_under_another_path(nodes, big, eventually, monkeypatch):
+    tell = nodes.here.report
+    told = []
+
+    async def noted(key, notes, *more):
+        told.extend(note.file.uri for note in notes)
+        return await tell(key, notes, *more)
+
+    monkeypatch.setattr(nodes.here, "report", noted)
+    nodes.store_run(big("a"))
+    eventually(nodes.listed, lambda found: found == ["a"])
+    assert told
+    assert not [uri for uri in told if str(nodes.there_root) in uri]
+    assert nodes.session("session")["files"][0]["uri"].startswith(nodes.root.as_uri())
+
+
+@only_own
+def test_a_directory_that_goes_with_its_node_is_refused_unless_it_is_archived(nodes, big, monkeypatch, bucket):
+    monkeypatch.setattr("deployments.activations.actors.store.releases_nodes", lambda: True)
+    for _ in range(2):  # also where it is there already
+        nodes.start_node_again()
+        with pytest.raises(StoreError, match="autoscaler can release .*set archive to a bucket.*all nodes share"):
+            nodes.ask(nodes.there.ready())
+    with pytest.raises(StoreError, match="autoscaler can release this node"):
+        nodes.store_run(big("a"))
+    nodes._archive = bucket.uri("")
+    nodes.start_node_again()
+    nodes.store_run(big("a"))
+
+
+@only_archived
+def test_a_node_that_is_drained_uploads_what_it_has(nodes, big, bucket, eventually, monkeypatch):
+    nodes.store_run(big("a"))
+    eventually(nodes.listed, lambda found: found == ["a"])
+    assert bucket.objects() == []  # the file is open for half a minute
+    monkeypatch.setattr("deployments.activations.nodes.writer.is_released", lambda: True)
+    eventually(bucket.objects, limit_s=20)
+    eventually(lambda: nodes.session("session")["runs"][0]["archived"])
+    nodes.writer.reached.clear()
+    assert nodes.session("session")["runs"][0]["available"]
 
 
 @only_own

@@ -247,11 +247,11 @@ def test_a_pinned_session_is_deleted_by_nobody_until_it_is_unpinned_also_after_a
 
 def test_limits_hold_when_a_store_comes_back_by_itself_and_not_when_another_is_started(tmp_path):
     limits = Retention(10, 20, 30.5, True)
-    save_limits(tmp_path, "one", limits)
-    assert saved_limits(tmp_path, "one") == limits
-    assert saved_limits(tmp_path, "another") == Retention()  # its operator may have raised them
-    save_limits(tmp_path, "another", replace(limits, delete_oldest=False))
-    assert saved_limits(tmp_path, "another") == Retention(10, 20, 30.5)
+    save_limits(tmp_path, "one", limits, {"app": Retention(10)})
+    assert saved_limits(tmp_path, "one") == (limits, {"app": Retention(10)})
+    assert saved_limits(tmp_path, "another") == (Retention(), {})  # its operator may have raised them
+    save_limits(tmp_path, "another", replace(limits, delete_oldest=False), {})
+    assert saved_limits(tmp_path, "another") == (Retention(10, 20, 30.5), {})
 
 
 def test_a_session_to_which_another_node_writes_is_not_deleted_until_the_store_knows_of_it(keep, big, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 sys.path.append(str(Path(__file__).parent))
 from conftest import _make as make
+from object_server import object_server
 
 from deployments.activations import load
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import StoreError
+from deployments.activations.files.places import place_of
 from deployments.activations.nodes.submitting import connect_writer, node_writers
 from deployments.errors import RequestError
 from tests.waiting import until
@@ -29,17 +32,21 @@ from tests.waiting import until
 class Replica:
     """Sends runs as a replica does."""
 
-    def __init__(self, root, store):
+    def __init__(self, root, store, archive=None):
         self.store = store
-        self.writer = connect_writer(root, store)
+        self.writer = connect_writer(root, store, archive)
         self.made = {}
 
     def writes_itself(self):
         return self.writer._actor_id != self.store._actor_id
 
     def store_run(self, name, session="session"):
-        made = make(name, session_id=session)
-        stored = ray.get(self.writer.write.remote(made.facts, [ray.put(made.batches[0])]), timeout=60)
+        """Also says on which nodes Ray has the rows then."""
+        made = make(name, {"layers.0.output": torch.randn(64, 4096)}, session_id=session)  # too much to go in a call
+        rows = ray.put(made.batches[0])
+        stored = ray.get(self.writer.write.remote(made.facts, [rows]), timeout=60)
+        nodes = ray.experimental.get_object_locations([rows])[rows]["node_ids"]
+        assert nodes == [ray.get_runtime_context().get_node_id()], "rows crossed from node to node"
         return stored, made.points
 
     def begin(self, name, session="session"):
@@ -76,7 +83,37 @@ def wait_for(reader, session: str, expected: set[str]) -> None:
     until(found, lambda runs: runs == expected)
 
 
+def bucket(port: int) -> str:
+    """A new bucket of moto's."""
+    uri = f"s3://drained/runs?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+    place_of(f"{uri}&allow_bucket_creation=true").fs.create_dir("drained")
+    return uri
+
+
+def drain(root: str, archive: str, node: str) -> None:
+    """Store a run on a node, which then is to go: its open file is in the bucket before it would be sealed."""
+    store, reader = connect(root, archive), connect_reader(root, archive)
+    on_it = NodeAffinitySchedulingStrategy(node, soft=False)
+    ray.get(Replica.options(scheduling_strategy=on_it).remote(root, store, archive).store_run.remote("drained"))
+    wait_for(reader, "session", {"drained"})
+    why = [
+        "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message",
+        "test",
+        "--deadline-remaining-seconds",
+        "600",
+    ]
+    address = ray.get_runtime_context().gcs_address
+    subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address, "--node-id", node, *why],
+        check=True,
+    )
+    until(lambda: ray.get(reader.session.remote("session"))["archived"], limit_s=20)
+
+
 def main(root: str) -> None:
+    os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
     other = cluster.add_node(num_cpus=1)
     store, reader = connect(root), connect_reader(root)
@@ -124,6 +161,10 @@ def main(root: str) -> None:
     wait_for(reader, "session", {"again", "after"})
     assert len(node_writers(root)) == 1
     print("a store that starts again knows what the others wrote and hears of what they write")
+
+    with object_server() as port:
+        drain(f"{root}/archived", bucket(port), other.node_id)
+        print("a node that is drained uploads at once")
 
     ray.shutdown()
     cluster.shutdown()
