@@ -160,7 +160,7 @@ class Options(BaseModel):
             tenth as many tokens of layers.
         max_store_bytes: The most bytes of all stored sessions together; runs that do not fit are not stored. By default
             no limit but the disk's.
-        max_session_bytes: The same of each session.
+        max_session_bytes: The most bytes stored for one session.
         max_session_age_s: Seconds since its last run after which a session is deleted, unless it is pinned; by default
             none is.
         delete_oldest: Whether at `max_store_bytes` the store makes room by deleting the sessions whose last run is

@@ -43,7 +43,7 @@ class Leaf:
     Attributes:
         source: The readout.
         column: Which of its values.
-        lag: How many rows the one that it is for is behind the one that it reads: 0 or 1.
+        lag: 1 if the gate acts on the row after the one read, else 0.
         here: Whether it reads the row where it is changed, before that; then its rows are those that are changed, by
             their turn.
         known: Rows before this one are decided.
@@ -54,7 +54,7 @@ class Leaf:
     def __init__(
         self, source: Source, column: int, spec: Threshold, tokens: Tokens, lag: int = 0, here: bool = False
     ) -> None:
-        """Have seen nothing.
+        """Initialize the state: no row is decided yet.
 
         Args:
             source: As the attribute.

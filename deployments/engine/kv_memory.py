@@ -43,7 +43,7 @@ class KvMemory:
     def __init__(
         self, model: Model, max_running: int, kv_bytes: int | None = None, kv_fraction: float | None = None
     ) -> None:
-        """Hold nothing yet.
+        """Size the budget by one page of the model.
 
         Args:
             model: Whose keys and values they are.

@@ -56,7 +56,7 @@ class Scheduler:
     def __init__(
         self, memory: KvMemory, max_running: int, prompt_tokens: int, capture_budget: CaptureBudget, packs: bool
     ) -> None:
-        """Hold nothing yet.
+        """Initialize with no sequences.
 
         Args:
             memory: Where keys and values go.

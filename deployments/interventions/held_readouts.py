@@ -31,7 +31,7 @@ class HeldReadouts:
         pool: Executor,
         batch_invariant: bool = False,
     ) -> None:
-        """Hold none.
+        """Initialize an empty cache.
 
         Args:
             model: What clients name the model by.

@@ -45,7 +45,7 @@ class StoredTensors:
     """One replica's way to them, within a number of bytes for all its jobs together."""
 
     def __init__(self, points: Points, store: Any, reader: Any, most: int) -> None:
-        """Begin with nothing lent.
+        """Initialize with no tensors held.
 
         Args:
             points: The model's.

@@ -129,7 +129,7 @@ class PagedCache(Cache):
     """
 
     def __init__(self, pages: int = 1, like: PagedCache | None = None) -> None:
-        """Have room for so many pages.
+        """Allocate a number of pages.
 
         Args:
             pages: How many.

@@ -66,7 +66,7 @@ class Window(_Choice):
     @model_validator(mode="after")
     def _has_a_size(self) -> Window:
         if not self.start < self.to <= self.start + MOST_POSITIONS:
-            raise ValueError(f"to is the position behind the last: 1 to {MOST_POSITIONS} above from")
+            raise ValueError(f"`to` must exceed `from` by 1 to {MOST_POSITIONS}")
         return self
 
 

@@ -68,9 +68,10 @@ def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
     read = _spec({**said, **(spec or {})})
     sizes = _sizes(read, tensors)
     if read.labels is not None and len(read.labels) != sizes["k"]:
-        raise RequestError(f"{len(read.labels)} labels of {sizes['k']} values", "spec.labels")
+        message = f"spec.labels has {len(read.labels)} labels, but the readout has {sizes['k']} values"
+        raise RequestError(message, "spec.labels")
     if read.k is not None and read.k > sizes["k"]:
-        raise RequestError(f"{read.k} of {sizes['k']} features", "spec.k")
+        raise RequestError(f"spec.k is {read.k}, but the readout has {sizes['k']} features", "spec.k")
     return Definition(read, tensors, sizes["hidden"], sizes["k"])
 
 

@@ -35,7 +35,7 @@ class Runs:
     """A replica's way to the activation store."""
 
     def __init__(self, options: Options, model: Model, token_texts: TokenTexts, store: Any, pool: Executor) -> None:
-        """Take what every run is described by.
+        """Store what every run's description has in common.
 
         Args:
             options: The operator's.

@@ -26,7 +26,7 @@ class Loader:
     """Deploys models as Serve applications of their own, and deletes them."""
 
     def __init__(self, options: Options, models: Models) -> None:
-        """Take what every load goes by.
+        """Initialize with no loads under way.
 
         Args:
             options: The operator's, whose resources each replica gets.

@@ -31,7 +31,7 @@ class Profiles(ClientData):
     kind, missing = "profiles", ("name", "profile", "profile")
 
     def __init__(self, store: Any, most: int) -> None:
-        """Know no default yet.
+        """Initialize the registry; default profiles are fetched later.
 
         Args:
             store: The activation store's handle.

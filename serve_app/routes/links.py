@@ -43,7 +43,7 @@ async def link_data(chosen: Chosen, backend: AppBackend, who: CallerAccount, mad
 
 @links.get("/download/{token}", response_class=Response, responses=_SENT)
 async def linked_data(token: PathId, backend: AppBackend, made: AppLinks) -> Response:
-    """Download what a link was made for; the link is void from then on."""
+    """Download the file of a link; each link works once."""
     link = made.take(token)
     data = await backend.data(link.account, link.choice, link.tag)
     kind, headers = file_of(link.choice)

@@ -33,8 +33,8 @@ from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.schemas.base import Name, WireModel, free_json
 
-OFF = "clients' code is not run here: the operator allows it with allow_client_code=true"
-NOT_CODE = "this key may not run code of its own: that needs a key with the role code or admin"
+OFF = "This server does not run client code; the operator can set allow_client_code=true"
+NOT_CODE = "this key may not run client code: use a key with the role code or admin"
 
 
 class Envelope(WireModel):

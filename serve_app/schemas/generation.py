@@ -236,7 +236,7 @@ class CompletionRequest(Generation):
     def _is_picked_from(cls, value: int | None, info: ValidationInfo) -> int | None:
         returned = info.data.get("n") or 1
         if value is not None and value < returned:
-            raise ValueError(f"of {value} sequences n cannot return {returned}")
+            raise ValueError(f"best_of is {value}, but n asks for {returned}: set best_of to at least n")
         if value is not None and value > returned:
             if info.data.get("stream"):
                 raise ValueError("with stream it must equal n, because the best are known only at the end")

@@ -41,7 +41,7 @@ class CaptureBuffer:
     """
 
     def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int, max_tokens: int) -> None:
-        """Hold nothing yet.
+        """Initialize an empty buffer.
 
         Args:
             capture: What is asked for.

@@ -115,7 +115,13 @@ def _likeliest(rows: torch.Tensor, readout: Unembedding) -> list[int]:
 
 
 def _read(rows: torch.Tensor, asked: Sequence[tuple[int, tuple[int, ...]]], readout: Unembedding) -> list[LayerTokens]:
-    """What comes of each row [rows, hidden], of each of which so many likeliest tokens, and targets, are asked for."""
+    """For each row [rows, hidden]: its top tokens, and its targets' logprobs and ranks.
+
+    Args:
+        rows: Outputs of layers.
+        asked: For each row, how many top tokens, and the ids of its targets.
+        readout: The model's final norm and head.
+    """
     found: list[LayerTokens] = []
     for logits in _logits(rows, readout):
         some = asked[len(found) : len(found) + len(logits)]

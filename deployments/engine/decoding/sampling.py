@@ -55,7 +55,7 @@ def check_sampling(request: Request, vocabulary: int) -> None:
 
     Raises:
         RequestError: A token id that is none, more `min_tokens` than `max_tokens`, too many logprobs, or
-            `ignore_eos` with a grammar, which says itself where the text ends.
+            `ignore_eos` with a grammar, which defines where the text ends.
     """
     sampling = request.sampling
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", request.stop_token_ids)):
@@ -65,7 +65,7 @@ def check_sampling(request: Request, vocabulary: int) -> None:
         message = f"min_tokens is {sampling.min_tokens}, more than max_tokens, {request.max_tokens}"
         raise RequestError(message, "min_tokens")
     if request.grammar and request.ignore_eos:
-        raise RequestError("a structured answer ends where its form ends", "ignore_eos")
+        raise RequestError("ignore_eos cannot be combined with a structured answer: leave it out", "ignore_eos")
     for field, likeliest in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
         if likeliest is not None and not 0 <= likeliest <= MOST_LOGPROBS:
             raise RequestError(f"from 0 to {MOST_LOGPROBS} likeliest tokens can be asked for", field)

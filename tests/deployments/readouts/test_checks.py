@@ -54,7 +54,7 @@ def unknown_dtype() -> bytes:
         (unknown_dtype(), {}, "file", "dtype"),
         (save(load(linear(HIDDEN)), {"spec": "[" * 200_000}), {}, "spec", "no JSON"),
         (save(load(linear(HIDDEN)), {"labels": "[" * 200_000}), {}, "file", "labels"),
-        (linear(HIDDEN), {"labels": ["a", "b"]}, "spec.labels", "2 labels of 1"),
+        (linear(HIDDEN), {"labels": ["a", "b"]}, "spec.labels", "2 labels, but the readout has 1"),
         (linear(HIDDEN), {"name": "../x"}, "spec.name", "pattern"),
         (linear(HIDDEN), {"kind": "sae"}, "spec", "activation"),
         (linear(HIDDEN), {"activation": "topk"}, "spec", "activation"),
