@@ -75,9 +75,9 @@ def check_uri(uri: str) -> str:
         or not all(key in _SETTINGS and _SETTING.fullmatch(value) for key, value in settings)
     ):
         raise ValueError(
-            "a URI may hold no keys, and no settings but such as region, endpoint_override and scheme: give S3's keys "
-            "by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the machine's role, those of other storage by the "
-            "environment, too; in a path write '@' as %40"
+            "a URI must not contain keys, nor settings other than region, endpoint_override, scheme and the like: give "
+            "S3's keys as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or by the machine's role, and those of other "
+            "storage in the environment; in a path write '@' as %40"
         )
     return uri
 
@@ -307,7 +307,7 @@ class Options(BaseModel):
     def _is_absolute(cls, value: str) -> str:
         if "://" in value or value.startswith("file:"):
             raise ValueError(
-                "must be a directory, such as /data/activations; for a bucket set archive to its URI beside it: "
+                "must be a directory, such as /data/activations; for a bucket, set archive as well: "
                 "activations_dir=/data/activations archive=s3://bucket/prefix"
             )
         path = Path(value).expanduser()
@@ -322,7 +322,7 @@ class Options(BaseModel):
         if value and any(mark in value for mark in "@?#"):
             raise ValueError(
                 "must be scheme://host[:port][/path] without a user, password, query or fragment, since answers show "
-                "it: leave out what stands before '@' and behind '?' or '#'; in a path write '@' as %40"
+                "it: leave out the parts before '@' and after '?' or '#'; in a path write '@' as %40"
             )
         return value
 

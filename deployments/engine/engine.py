@@ -138,7 +138,7 @@ class Engine:
         most = prompt + request.max_tokens
         if most > self._memory.longest:
             needed, held = most * self._memory.position_bytes, self._memory.budget_bytes
-            message = f"{most} tokens need {needed} bytes of KV memory or more, the server's budget is {held}"
+            message = f"{most} tokens need at least {needed} bytes of KV memory; the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
         check_sampling(request, self.model.vocabulary)
         if request.capture:

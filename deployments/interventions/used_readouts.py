@@ -69,7 +69,7 @@ class UsedReadouts:
             choice = placed(one.tokens, ends, f"{field}.tokens")
             tokens = resolve(choice, prompt, f"{field}.tokens")
             if isinstance(choice, Positions) and max(choice.positions) >= most:
-                raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", f"{field}.tokens")
+                raise RequestError(f"prompt and answer have positions 0 to {most - 1}", f"{field}.tokens")
             found.append(Asked(source, tokens, (one.top_k or DEFAULT_TOP_K) if is_sae else None))
         return tuple(found)
 
@@ -146,9 +146,10 @@ def point_of(points: Points, name: str, hidden: int, field: str) -> Point:
     """
     found = points.named(name, field)
     if len(found) != 1:
-        raise RequestError(f"{name} means {len(found)} points: a readout reads one", field)
+        raise RequestError(f"{name} matches {len(found)} points, but a readout reads only one", field)
     if not found[0].place.dtype.is_floating_point:
         raise RequestError(f"{name} holds no activations", field)
     if (width := math.prod(found[0].shape)) != hidden:
-        raise RequestError(f"its rows have {hidden} entries, those of {name} {width}", field, "wrong_size")
+        message = f"the readout needs rows of {hidden} entries, but those of {name} have {width}"
+        raise RequestError(message, field, "wrong_size")
     return found[0]

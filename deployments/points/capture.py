@@ -77,7 +77,7 @@ class Capture(Strict):
         """
         for name, value in (("tags", self.tags), ("sample_id", self.sample_id)):
             if isinstance(value, list) and len(value) != count:
-                message = f"a list has one entry for each prompt: {len(value)} entries, {count} prompts"
+                message = f"the list has {len(value)} entries for {count} prompts: give one entry for each prompt"
                 raise RequestError(message, f"capture.{name}")
 
     def labels_of(self, prompt: int) -> tuple[str | None, dict[str, str]]:

@@ -118,7 +118,7 @@ class ChangeFeature(_Spec):
     @model_validator(mode="after")
     def _has_its_value(self) -> ChangeFeature:
         if (self.value is None) != (self.op == "zero"):
-            raise ValueError("value goes with add, scale and clamp, and with each of them")
+            raise ValueError("add, scale and clamp need value; zero takes none")
         return self
 
 
@@ -145,7 +145,7 @@ Intervention = Annotated[
     Discriminator(
         _tag,
         custom_error_type="unknown_operation",
-        custom_error_message=f"op has to be one of {', '.join(OPERATIONS)}",
+        custom_error_message=f"op must be one of {', '.join(OPERATIONS)}",
     ),
 ]
 

@@ -61,17 +61,17 @@ class ReadoutSpec(Strict):
     def _has_what_its_kind_has(self) -> ReadoutSpec:
         allowed = LINEAR if self.kind == "linear" else SAE
         if self.activation not in allowed:
-            raise ValueError(f"activation: a readout of kind {self.kind} has one of {', '.join(allowed)}")
+            raise ValueError(f"activation must be one of {', '.join(allowed)} for the kind {self.kind}")
         if (self.k is None) == (self.activation == "topk"):
-            raise ValueError("k goes with the activation topk, and only with it")
+            raise ValueError("the activation topk needs k; no other takes it")
         if self.labels is not None and self.kind == "sae":
-            raise ValueError("labels: an autoencoder's features go by their numbers")
+            raise ValueError("labels: an autoencoder's features are named by their index, so leave labels out")
         if self.labels is not None and len(set(self.labels)) < len(self.labels):
-            raise ValueError("labels: each value has its own")
+            raise ValueError("labels must differ from each other")
         if self.kind == "linear" and (self.apply_b_dec_to_input or self.normalize_activations != "none"):
-            raise ValueError("apply_b_dec_to_input and normalize_activations are an autoencoder's")
+            raise ValueError("apply_b_dec_to_input and normalize_activations are allowed only for autoencoders")
         if self.rescale_acts_by_decoder_norm and self.activation != "topk":
-            raise ValueError("rescale_acts_by_decoder_norm goes with the activation topk")
+            raise ValueError("rescale_acts_by_decoder_norm needs the activation topk")
         return self
 
 
@@ -144,11 +144,11 @@ class Threshold(_Condition):
         if sum(one is not None for one in (self.above, self.below, self.between)) != 1:
             raise ValueError("give one of above, below and between")
         if self.between and self.between[0] > self.between[1]:
-            raise ValueError("between: the first is above the second")
+            raise ValueError("between: the first number must not be above the second")
         if self.feature is not None and self.label is not None:
             raise ValueError("give feature or label, not both")
         if self.until_below is not None and (self.above is None or self.until_below > self.above):
-            raise ValueError("until_below goes with above, and is not over it")
+            raise ValueError("until_below needs above, and must not be larger")
         return self
 
 

@@ -201,7 +201,7 @@ def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
     text, offsets = ends()
     begins = _found(text, choice)
     if not begins:
-        raise RequestError(f"the prompt has no text {choice.text!r}", f"{field}.text", "text_not_found")
+        raise RequestError(f"the prompt does not contain the text {choice.text!r}", f"{field}.text", "text_not_found")
     size, at, number = len(choice.text), list[int](), 0
     # Tokens within one character have its place; of those the last has the character. Both lists ascend.
     for i, (first, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
@@ -244,7 +244,7 @@ def parse(text: str) -> Any:
     try:
         return _ADAPTER.validate_python(value)
     except ValidationError as error:
-        raise TokensError(f"{text!r} names no tokens: choose {WORDS}") from error
+        raise TokensError(f"{text!r} is not a choice of tokens: use {WORDS}") from error
 
 
 def check(value: Any) -> TokenChoice:

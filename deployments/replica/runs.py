@@ -80,7 +80,7 @@ class Runs:
         limit = self._options.capture_memory_bytes // 2
         if held > limit:
             message = (
-                f"the last tokens' rows take {held} bytes, and {limit} can be held until the end: "
+                f"the last tokens' rows take {held} bytes, but only {limit} can be held until the end: "
                 "record fewer, or all tokens"
             )
             raise RequestError(message, "capture.tokens", "capture_too_large")

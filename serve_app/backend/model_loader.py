@@ -89,7 +89,7 @@ class Loader:
             other, task = self._loads[asked.model_id]
             under_way = other.model_dump(mode="json")
             if any(under_way[name] != value for name, value in asked.settings.items()):
-                message = f"{asked.model_id!r} is being loaded with other settings; try again when it is there"
+                message = f"{asked.model_id!r} is being loaded with other settings; try again when it is loaded"
                 raise ApiError(409, message, "model_id", "model_loading")
             return task
         task = asyncio.create_task(self._deploy(asked))

@@ -157,7 +157,7 @@ def _span(asked: str | None, length: int) -> tuple[int, int] | None:
         if match[2] and end <= first:
             return None
     if first >= length:
-        message = f"there are {length} bytes, and the range begins after them"
+        message = f"the range begins after the last of {length} bytes"
         raise ApiError(416, message, "Range", "range_not_satisfiable", {"Content-Range": f"bytes */{length}"})
     return first, min(end, length, first + PAGE_BYTES)
 

@@ -86,20 +86,20 @@ class Generation(WireModel):
     def _names_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or ():
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
-                raise ValueError(f"its keys are token ids, and {key[:20]!r} is not one")
+                raise ValueError(f"its keys must be token ids, but {key[:20]!r} is not one")
         return value
 
     @field_validator("stream_options")
     @classmethod
     def _goes_with_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
-            raise ValueError("goes with stream only")
+            raise ValueError("it is allowed only with stream")
         return value
 
     @model_validator(mode="after")
     def _options_fit(self) -> Generation:
         if self.capture and self.store_activations is False:
-            raise ValueError("store_activations is false, but capture asks for activations")
+            raise ValueError("store_activations is false, but capture requests activations")
         return self
 
     @field_validator("variants")
@@ -164,7 +164,7 @@ class ChatRequest(Generation, IgnoredFields):
     @classmethod
     def _goes_with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise ValueError("goes with logprobs only")
+            raise ValueError("it is allowed only with logprobs")
         return value
 
     @field_validator("tool_choice")

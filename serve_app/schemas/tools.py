@@ -69,7 +69,7 @@ class ResponseFormat(WireModel):
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with the type json_schema, and only with it")
+            raise ValueError("the type json_schema needs json_schema; no other type takes it")
         return self
 
     @property

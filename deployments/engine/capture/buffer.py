@@ -137,7 +137,7 @@ class CaptureBuffer:
     def require(self, came: Collection[Place]) -> None:
         """Give up where a forward has not come to a place that is read."""
         if missed := sorted({point.module for point in self.points if point.place not in came}):
-            self.give_up(f"a forward never came to {', '.join(missed)}")
+            self.give_up(f"a forward pass did not run {', '.join(missed)}")
 
     def size(self, start: int, count: int) -> int:
         """Bytes of the rows that so many tokens from position `start` on bring."""
@@ -242,7 +242,7 @@ class CaptureBuffer:
             return rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows
         given = rows.to(dtype)
         if dtype == torch.float16 and bool((given.isinf() & ~rows.isinf()).any()):
-            raise CaptureError(f"{name} has values beyond float16's 65504; ask for bfloat16 or float32")
+            raise CaptureError(f"{name} has values beyond float16's 65504: record bfloat16 or float32")
         return given
 
     def _let_go(self) -> None:

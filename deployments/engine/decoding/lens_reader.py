@@ -26,7 +26,7 @@ def check_lens(lens: LensLayers, readout: Unembedding) -> None:
         message = f"this model has no logit lens: {readout.refusal}"
         raise RequestError(message, "logit_lens", "logit_lens_unsupported")
     if not 0 <= lens.top_k <= MOST_LOGPROBS:
-        raise RequestError(f"from 0 to {MOST_LOGPROBS} tokens of each layer can be asked for", "logit_lens.top_k")
+        raise RequestError(f"top_k must be from 0 to {MOST_LOGPROBS}", "logit_lens.top_k")
 
 
 class LensRow(NamedTuple):

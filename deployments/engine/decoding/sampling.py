@@ -31,8 +31,8 @@ from deployments.engine.decoding.sampling_state import NEG_INF, SamplingState, T
 from deployments.engine.request import MOST_LOGPROBS, Likeliest, Logprob, Request, Sampling
 from deployments.errors import RequestError
 
-NOT_FINITE = "the model gave a value that is not finite for this request"
-NO_TOKEN_LEFT = "this request's settings leave no token to draw here: they rule out all that the model could give"
+NOT_FINITE = "the model computed a value that is not finite for this request"
+NO_TOKEN_LEFT = "this request's sampling settings exclude every token that the model could generate here"
 TOP_WIDTH = 1024  # the likeliest tokens, among which top_k and top_p nearly always find their last
 
 
@@ -68,7 +68,7 @@ def check_sampling(request: Request, vocabulary: int) -> None:
         raise RequestError("ignore_eos cannot be combined with a structured answer: leave it out", "ignore_eos")
     for field, likeliest in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
         if likeliest is not None and not 0 <= likeliest <= MOST_LOGPROBS:
-            raise RequestError(f"from 0 to {MOST_LOGPROBS} likeliest tokens can be asked for", field)
+            raise RequestError(f"{field} must be from 0 to {MOST_LOGPROBS}", field)
 
 
 def choose(logits: torch.Tensor, sampling_states: Sequence[SamplingState | None]) -> ChosenTokens:
