@@ -108,7 +108,7 @@ async def connect_async(
         if not served or model not in (None, *served):
             there = ", ".join(served) or "no model yet"
             raise ValueError(f"model: {url} serves {there}; {model or 'a model'} was asked for")
-    except BaseException:
+    except BaseException:  # close, then re-raise
         await server.close()
         raise
     server.model = model or served[0]

@@ -344,10 +344,9 @@ class Engine:
             else:
                 try:
                     self._accept(seq, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
-                except Exception as error:
+                except Exception as error:  # of a tokenizer or a grammar: it ends this sequence alone
                     if _breaks_an_invariant(error):
                         raise
-                    # A tokenizer's or a grammar's own fault at this sequence's token: the others' tokens count.
                     logger.exception("request %s failed on its token", seq.request.id)
                     self._finish(seq, "error", events, f"{type(error).__name__}: {error}")
 

@@ -130,7 +130,7 @@ class RequestMetrics:
         meter = RequestMeter(job)
         try:
             yield meter
-        except Exception:
+        except Exception:  # count any failure, then re-raise
             meter.status = 500
             raise
         finally:

@@ -272,7 +272,7 @@ class ModelReplica:
         loaded.set_result(engine)
         try:
             engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
-        except BaseException:
+        except BaseException:  # any error of the engine's thread fails all requests and replaces the replica
             logger.exception("the engine has ended")
             self._on_loop(self._delivery.fail_all, ENGINE_ENDED)
             if ray.is_initialized() and ray.get_runtime_context().get_actor_id():

@@ -122,7 +122,7 @@ class Loader:
             message = f"it was not loaded within this server's limit of {self._options.load_timeout_s:g} s. {said}"
             await self._give_up(asked.model_id, deadline, running)
             raise ApiError(504, message.strip(), "model_id", "load_timeout") from error
-        except Exception:
+        except Exception:  # whatever ended the load, what it began is removed; then re-raise
             await self._give_up(asked.model_id, deadline, running)
             raise
 
