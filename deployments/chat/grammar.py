@@ -14,7 +14,6 @@ OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as JSON is written by ha
 # Characters of one line of text before a call that must be made: a model that learned to say first what it computes
 # goes astray where it has to call at once, and one that would have ended there goes on and on where lines may follow.
 MOST_BEFORE = 96
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

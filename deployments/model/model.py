@@ -50,7 +50,7 @@ class Model:
         batch_invariant: Whether a sequence has the same bits in any company.
         shared: What other processes need to run it on the same weights, where they may.
         revision: Which files it was loaded from, as `revision_of` says it.
-        readout: From a layer's output to logits.
+        unembedding: From a layer's output to logits.
     """
 
     def __init__(

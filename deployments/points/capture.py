@@ -101,8 +101,3 @@ class Capture(Strict):
         if self.features is not None:
             width = min(width, self.features.first) if self.features.first else len(self.features.index or ())
         return math.prod(heads) * width
-
-    @property
-    def names_points(self) -> bool:
-        """Whether the request says which points; otherwise the model's default ones are taken."""
-        return any(field is not None for field in (self.points, self.layers, self.sites))

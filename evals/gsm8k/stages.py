@@ -6,7 +6,6 @@
 answers.
 """
 
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +15,7 @@ import pyarrow as pa
 import ray
 from tqdm import tqdm
 
+from deployments.interrupts import terminate_as_interrupt
 from evals.config import Config, EvalError, Mode
 from evals.gsm8k.checks import check
 from evals.gsm8k.options import in_ray_job
@@ -59,7 +59,7 @@ def run_stages(config: Config) -> int:
         0; 1 if a sample, or activations of one, failed or are missing; 2 if a stage failed; 130 if it was interrupted
         before the report.
     """
-    end_as_interrupted()
+    terminate_as_interrupt()
     try:
         if "configure" in config.stages and not config.resume and not config.smoke:
             with _stage("configure", config):
@@ -142,7 +142,7 @@ def prepare(config: Config) -> Work:
     """
     reward = Rewarding(load_rewards(config.rewards), _say)
     connect()
-    end_as_interrupted()
+    terminate_as_interrupt()
     chosen = load_problems(config)
     path = locate(config.dataset, config.split)
     if chosen.repeated:
@@ -252,8 +252,3 @@ def _verdict(summary: dict[str, Any]) -> int:
 def _say(text: str) -> None:
     """Tells something on stderr, above a bar where there is one."""
     tqdm.write(f"evals.gsm8k: {text}", file=sys.stderr)
-
-
-def end_as_interrupted() -> None:
-    """Makes SIGTERM end this process as Ctrl-C does; Ray puts a handler of its own there when it is joined."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
