@@ -31,7 +31,7 @@ from deployments.engine.decoding.prompt_logprobs import PromptScores
 from deployments.engine.decoding.sampling import NOT_FINITE, check_sampling, choose
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
-from deployments.engine.gates import Leaf
+from deployments.engine.gates import ThresholdCheck
 from deployments.engine.kv_memory import KvMemory, held_bytes
 from deployments.engine.read_values import SequenceReadouts, with_columns
 from deployments.engine.recovery import Recovery
@@ -350,12 +350,12 @@ class Engine:
                     logger.exception("request %s failed on its token", seq.request.id)
                     self._finish(seq, "error", events, f"{type(error).__name__}: {error}")
 
-    def _stop(self, seq: Sequence, leaf: Leaf, position: int, events: list[Event]) -> None:
+    def _stop(self, seq: Sequence, check: ThresholdCheck, position: int, events: list[Event]) -> None:
         """End an answer at a row that met its `stop_when`: its token was said, and no other follows."""
         if not self._say_scores(seq, events):
             return
-        value = float(leaf.value) if leaf.value is not None else float("nan")
-        seq.stop_reason = StopReason(leaf.source.name, value, position)
+        value = float(check.value) if check.value is not None else float("nan")
+        seq.stop_reason = StopReason(check.source.name, value, position)
         if text := seq.text.close(seq.tokens):
             self._say(seq, Delta(seq.request.id, (), text), events)
         self._finish(seq, "stop", events)

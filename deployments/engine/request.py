@@ -95,8 +95,8 @@ class LayerTokens(NamedTuple):
     targets: tuple[tuple[int, float, int], ...] = ()
 
 
-class Asked(NamedTuple):
-    """A readout whose values a request wants.
+class ResolvedReadout(NamedTuple):
+    """A readout that a request asks for, found on the server.
 
     Attributes:
         source: The readout, and where it reads.
@@ -182,7 +182,7 @@ class Request:
     points: tuple[Point, ...] = ()
     edits: tuple[Edit, ...] = field(default=(), hash=False)
     lens: LensLayers | None = None
-    readouts: tuple[Asked, ...] = ()
+    readouts: tuple[ResolvedReadout, ...] = ()
     stop_when: Gate | None = field(default=None, hash=False)
     streamed: bool = True
     owner: str | None = None

@@ -103,7 +103,7 @@ def _once(asked: list[AskedReadout]) -> list[AskedReadout]:
     return asked
 
 
-Asked = Annotated[
+AskedReadouts = Annotated[
     list[Annotated[AskedReadout, BeforeValidator(_named, json_schema_input_type=ReadoutName | AskedReadout)]],
     Field(max_length=MOST_READOUTS, fail_fast=True),
     AfterValidator(_once),

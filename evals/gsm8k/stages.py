@@ -45,7 +45,7 @@ class Work(NamedTuple):
     problems: pa.Table
     prompts: Prompts
     reward: Rewarding
-    told: Facts
+    record: Facts
 
     def score(self, sample: Sample) -> Sample:
         """A sample scored and rewarded as this run does; as it is where it failed."""
@@ -150,9 +150,9 @@ def prepare(config: Config) -> Work:
         _say(f"{rows}: each question is asked once")
     few_shot = load_few_shot(config, set(chosen.problems["id"].to_pylist()))
     prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot, system=config.system)
-    told = facts(config, prompts, path, chosen)
-    check(config, told, prompts.messages(chosen.problems["question"][0].as_py(), config.variants[0]))
-    return Work(config, chosen.problems, prompts, reward, told)
+    record = facts(config, prompts, path, chosen)
+    check(config, record, prompts.messages(chosen.problems["question"][0].as_py(), config.variants[0]))
+    return Work(config, chosen.problems, prompts, reward, record)
 
 
 def _results(work: Work) -> Results:
@@ -160,11 +160,11 @@ def _results(work: Work) -> Results:
     config = work.config
     goes_on = config.resume or "configure" not in config.stages
     if goes_on:
-        results = Results.resume(config.results_dir, work.told, work.score, work.problems["id"].to_pylist())
+        results = Results.resume(config.results_dir, work.record, work.score, work.problems["id"].to_pylist())
         if results.again and "generate" in config.stages:
             _say(f"samples asked again, since they failed, were late or were not stored: {len(results.again)}")
     else:
-        results = Results.create(config.results_dir, work.told)
+        results = Results.create(config.results_dir, work.record)
     if in_ray_job():
         print(f"evals.gsm8k: results go to {where(config.results_dir)}", flush=True)
     return results

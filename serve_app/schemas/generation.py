@@ -16,7 +16,7 @@ from deployments.points.capture import MOST_PROMPTS, Capture
 from deployments.points.interventions import Interventions, Variants
 from deployments.points.logit_lens import LogitLens
 from deployments.points.profiles import ProfileName
-from deployments.points.readouts import Asked, When
+from deployments.points.readouts import AskedReadouts, When
 from serve_app.schemas.base import MOST_TOKENS, LongText, Name, TokenId, WireModel, packed_ids
 from serve_app.schemas.ignored import IgnoredFields
 from serve_app.schemas.messages import Messages
@@ -70,7 +70,7 @@ class Generation(WireModel):
     interventions: Interventions | None = None
     variants: Variants | None = None
     logit_lens: LogitLens | None = None
-    readouts: Asked | None = None
+    readouts: AskedReadouts | None = None
     stop_when: When | None = None
     report: bool = False
     intervention_profile: ProfileName | None = None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrine.connection.transport import together
-from vitrine.experiments.collecting import Collecting
+from vitrine.experiments.collecting import CollectMethods
 from vitrine.experiments.plots import heat_map, shown
 from vitrine.experiments.prompt_batches import Prompt, check_one, is_chat
 from vitrine.points import layer_of
@@ -79,7 +79,7 @@ class PatchGrid:
         return f"PatchGrid({shape}, clean={self.clean:.3f}, corrupt={self.corrupt:.3f})"
 
 
-class Patching(Collecting):
+class PatchGridMethods(CollectMethods):
     """A server that patches activations."""
 
     async def tokens(self, prompt: Prompt) -> list[str]:

@@ -32,7 +32,7 @@ LIMITS = LLParserLimits(
 class GrammarState:
     """Where one sequence stands in its grammar.
 
-    It stays with its sequence when that loses its slot.
+    It is kept when its sequence is preempted.
     """
 
     def __init__(self, grammar: Grammar) -> None:
