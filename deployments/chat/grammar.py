@@ -39,7 +39,7 @@ class GrammarWriter:
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if added else None
 
     def answer(self, thoughts: Thoughts | None, schema: Mapping[str, Any] | None, calls: RequiredCalls | None) -> str:
-        """An answer: JSON by `schema`, or `calls`, whichever is given, or either of both; behind `thoughts`."""
+        """An answer: JSON by `schema`, or `calls`, whichever is given, or either of both; after `thoughts`."""
         kinds = [name for name, given in (("json", schema), ("calls", calls)) if given is not None]
         lines = [f"start: {'thoughts ' if thoughts else ''}({' | '.join(kinds)})"]
         if thoughts:
@@ -115,7 +115,7 @@ def schema_rule(schema: Mapping[str, Any], separators: Separators | None = None)
 
     Args:
         schema: The schema.
-        separators: The only ones, where given: a model that learned `": "` goes astray behind `":"`.
+        separators: The only ones, where given: a model that learned `": "` goes astray after `":"`.
     """
     options: dict[str, Any] = OPTIONS
     if separators:

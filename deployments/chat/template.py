@@ -56,7 +56,7 @@ class ChatFormat:
             messages: In OpenAI's form.
             tools: OpenAI's definitions.
             more: Further variables for the template.
-            add_generation_prompt: Whether an answer begins behind it.
+            add_generation_prompt: Whether an answer begins after it.
 
         Raises:
             RequestError: The model has no chat template, it refuses these messages, or `more` has what is not a

@@ -82,7 +82,7 @@ class ThresholdCheck:
         self.remembers = spec.rows > 1 or spec.until_below is not None or bool(spec.ema)
         self._begin = begin
         self._state: torch.Tensor | None = None  # [average, open, rows in a row]
-        self._parts: list[torch.Tensor] = []  # whether rows met it, one part behind the other
+        self._parts: list[torch.Tensor] = []  # whether rows met it, one part after the other
         self._last = begin  # the first row of the last part
 
     def state(self, device: torch.device) -> torch.Tensor:
@@ -94,7 +94,7 @@ class ThresholdCheck:
 
         Args:
             met: Whether they met it, [rows].
-            state: As `state`, behind them.
+            state: As `state`, after them.
             values: What they were, [rows].
         """
         self._last, self._state, self.value = self.known, state, values[-1:]
@@ -177,7 +177,7 @@ class Gate:
 
     Attributes:
         checks: The conditions on single values in it.
-        lag: How many rows behind what it reads it acts, at the most.
+        lag: The largest lag of its checks.
     """
 
     def __init__(self, condition: Condition, check: Callable[[Threshold], ThresholdCheck]) -> None:

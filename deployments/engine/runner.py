@@ -1,4 +1,4 @@
-"""One forward: prompts' pieces and the next token of every sequence that decodes, packed one behind the other."""
+"""One forward: prompts' pieces and the next token of every sequence that decodes, packed one after the other."""
 
 from __future__ import annotations
 

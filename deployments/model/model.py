@@ -115,7 +115,7 @@ class Model:
         every_logit: bool = False,
         readers: Readers = NO_READERS,
     ) -> torch.Tensor:
-        """Run tokens of many sequences, one behind the other, through the Hugging Face module.
+        """Run tokens of many sequences, one after the other, through the Hugging Face module.
 
         Args:
             ids: Token ids of all rows.

@@ -98,7 +98,7 @@ class Points:
     def _find_streams(self, seen: Mapping[tuple[str, Side], torch.Tensor]) -> Iterator[tuple[str, Place]]:
         """`layers.{i}.resid_mid` of the layers that have it.
 
-        It is the sum of the layer's input and what a module inside gives, attention or a norm behind it, and what the
+        It is the sum of the layer's input and what a module inside gives, attention or a norm after it, and what the
         MLP or the norm before it reads. Parallel blocks have no such sum.
         """
         order = {key: i for i, key in enumerate(seen)}

@@ -17,7 +17,7 @@ class LogitLens(Strict):
     """What the model's final norm and head make of these layers' outputs.
 
     At each generated token it is what the layers would have put in its place; at a token of the prompt, what they would
-    put behind it.
+    put after it.
 
     Attributes:
         layers: Which, from 0; below 0 from the last.

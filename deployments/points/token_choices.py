@@ -22,7 +22,7 @@ FORMS = (
     'or {"text": "...", "which": "last", "first" or "all"}'
 )
 
-# Gives a prompt's text, special tokens included, and the characters before each token and behind the last.
+# Gives a prompt's text, special tokens included, and the characters before each token and after the last.
 Ends = Callable[[], tuple[str, Sequence[int]]]
 MOST_POSITIONS = 65536
 AMBIGUOUS = (

@@ -150,7 +150,7 @@ class OpenRun:
         """Characters of prompt + generated text before each recorded token.
 
         Args:
-            captured: The rows, those of earlier calls behind it.
+            captured: The rows that follow those of earlier calls.
             generated: All generated tokens, or none where the rows are contiguous with earlier ones.
         """
         ends, prompt = self._offsets.ends, self.request.prompt

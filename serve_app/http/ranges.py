@@ -145,7 +145,7 @@ def _span(asked: str | None, length: int) -> tuple[int, int] | None:
     """The bytes that a `Range` header asks for, `first` to `end`; None where it asks for no one range of bytes.
 
     Raises:
-        ApiError: 416, the range begins behind the end.
+        ApiError: 416, the range begins after the end.
     """
     match = _ONE_RANGE.fullmatch(asked or "")
     if match is None or not any(match.groups()):

@@ -103,7 +103,7 @@ async def response(job_id: JobId, connection: HTTPConnection, jobs: Jobs, who: C
 async def result(job_id: JobId, token: Annotated[str, Query(max_length=256)], jobs: Jobs) -> Response:
     """Download a finished job's saved values for `torch.load`, compressed if the job was; the token authorizes it."""
     length, pieces = await jobs.result(job_id, token)
-    # nnsight's clients ask for no ranges. A client that closes the connection behind the result is known to have it.
+    # nnsight's clients ask for no ranges. A client that closes the connection after the result is known to have it.
     headers = {"Content-Length": str(length), "Connection": "close"}
     return StreamingResponse(pieces, media_type=BYTES, headers=headers)
 

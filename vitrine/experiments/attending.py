@@ -22,7 +22,7 @@ class Attention:
 
     Attributes:
         layer: The layer.
-        values: `[heads, tokens, tokens]`: how much of head h's attention at token i goes to token j; 0 behind i.
+        values: `[heads, tokens, tokens]`: how much of head h's attention at token i goes to token j; 0 after i.
         tokens: The prompt's tokens.
 
     Examples:

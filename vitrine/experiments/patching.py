@@ -113,7 +113,7 @@ class PatchGridMethods(CollectMethods):
         Args:
             clean: A text or chat.
             corrupt: Another of as many tokens.
-            target: A token behind the prompts, by its text (with its space, `" Paris"`) or id.
+            target: A token after the prompts, by its text (with its space, `" Paris"`) or id.
             against: Another, whose logprob is taken off.
             point: A point without its layer, or with `*` for it: `resid_post`, `layers.*.mlp.output`, `z`.
             layers: The layers, -1 for the last; by default all.
@@ -166,7 +166,7 @@ class PatchGridMethods(CollectMethods):
         targets: Sequence[str | int],
         progress: bool | None,
     ) -> list[float]:
-        """By variant, the first target's logprob behind the prompt, less the second's."""
+        """By variant, the first target's logprob after the prompt, less the second's."""
         lens = {"layers": [-1], "top_k": 0, "tokens": "prompt_last", "targets": list(targets)}
         choices = await self._variants(prompt, variants, "patch", progress, max_tokens=0, logit_lens=lens)
         found = [choice["logit_lens"]["prompt"][0]["layers"][0]["targets"] for choice in choices]

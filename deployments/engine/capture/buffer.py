@@ -27,7 +27,7 @@ class CaptureError(ValueError):
 class CaptureBuffer:
     """What one request records, as it grows.
 
-    Each point's rows lie one behind the other in a buffer of their own on the host, and are handed out as they lie.
+    Each point's rows lie one after the other in a buffer of their own on the host, and are handed out as they lie.
     Those of attention patterns, each wider than the last, are held one by one.
 
     Attributes:
@@ -61,7 +61,7 @@ class CaptureBuffer:
         self._failed: str | None = None
         self._capture = capture
         self._prompt = prompt_tokens
-        self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no token behind it is recorded
+        self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no token after it is recorded
         self._next = 0  # the first token that was not handed out, recorded or not
         self._buffers: dict[str, torch.Tensor] = {}  # point name -> [rows that fit, ...features]
         self._filled = 0  # rows in each of them

@@ -2,7 +2,7 @@
 
 What is done to a row's logits, and in which order, is what transformers' `generate` does (its
 `_get_logits_processor`; the penalties on presence and frequency, which it does not have, as in vLLM's
-`apply_penalties` behind the one on repetition, and as OpenAI's API defines them):
+`apply_penalties` after the one on repetition, and as OpenAI's API defines them):
 
 1. `logit_bias` is added (`SequenceBiasLogitsProcessor`; OpenAI).
 2. `repetition_penalty` divides a positive logit and multiplies a negative one, of every token of the prompt and
