@@ -30,7 +30,7 @@ SampleId = Annotated[str, Field(max_length=256)]
 
 
 class Features(Strict):
-    """Which features (entries of the last axis) of each row to keep: the first n, or those listed."""
+    """The features (entries of a row's last axis) to record or change: the first n, or those listed."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -47,7 +47,7 @@ class Features(Strict):
 
 
 class Capture(Strict):
-    """Which activations of a request to record, of which tokens, and where they go."""
+    """The activations that a request records: points, tokens, and where they are returned or stored."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -52,13 +52,13 @@ class PromptLast(_Choice):
 
 
 class Positions(_Choice):
-    """Tokens by their positions."""
+    """Tokens at these positions, counted from 0 over prompt and answer."""
 
     positions: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=MOST_POSITIONS, fail_fast=True)
 
 
 class Window(_Choice):
-    """The tokens from position `start` to before `to`."""
+    """The tokens from the position `from` to before `to`."""
 
     start: int = Field(ge=0, alias="from")
     to: int
@@ -71,7 +71,7 @@ class Window(_Choice):
 
 
 class TextPiece(_Choice):
-    """The tokens of a piece of the prompt: those that have any of its characters."""
+    """The tokens of the prompt that contain any character of this text."""
 
     text: str = Field(min_length=1, max_length=4096)
     which: Literal["last", "first", "all"] = "last"
@@ -109,10 +109,10 @@ class Tokens(NamedTuple):
     """Tokens by their positions: a range, or a few.
 
     Attributes:
-        first: The first.
-        stop: Behind the last; None where there is no last.
-        few: Their positions, in ascending order, where they are no range; `first` and `stop` then enclose them.
-        tail: Of these the last so many alone, which are known at the end; None for all.
+        first: The first position.
+        stop: The position after the last; None for an open end.
+        few: Their positions, ascending, if they are not a range; `first` and `stop` then enclose them.
+        tail: Choose only the last `tail` of these, which are known at the end; None for all.
     """
 
     first: int = 0

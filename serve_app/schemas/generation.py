@@ -35,7 +35,7 @@ DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
 
 
 class StreamOptions(WireModel):
-    """What a stream holds besides its choices."""
+    """What a stream contains in addition to its choices."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None  # changes nothing: events are not padded
