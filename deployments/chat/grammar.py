@@ -29,7 +29,7 @@ class GrammarWriter:
     """Writes grammars for one tokenizer."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
-        """Begin with the tokens that are no text to a grammar.
+        """Collect the tokens that a grammar does not treat as text.
 
         Args:
             added: The tokenizer's added tokens and their ids.

@@ -60,7 +60,7 @@ class Stacks:
         self._of: OrderedDict[tuple[Readout, ...], Stack] = OrderedDict()
 
     def of(self, readouts: Iterable[Readout]) -> Stack:
-        """Those of these, each once."""
+        """The stack of these readouts, each once."""
         key = tuple(dict.fromkeys(readouts))
         if key not in self._of:
             self._of[key] = Stack(key)
@@ -87,7 +87,7 @@ class ReadoutReader:
     """
 
     def __init__(self, spans: Sequence[ReadSpan], stacks: Stacks) -> None:
-        """Find who reads what.
+        """Find the readers of each place.
 
         Args:
             spans: The sequences that run.

@@ -19,7 +19,7 @@ class UsedReadouts:
     """The readouts that a request's fields name."""
 
     def __init__(self, sources: Mapping[str, tuple[Source, Point]], asked: Mapping[str, AskedReadout]) -> None:
-        """Take those that are there.
+        """Initialize with the readouts that were found.
 
         Args:
             sources: By their names, with their points.
