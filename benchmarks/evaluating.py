@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import servers, settings
-from benchmarks.common.children import ROOT, terminate_as_interrupt
+from benchmarks.common.children import ROOT
 from benchmarks.common.findings import Findings
 from benchmarks.common.load import Job
 from benchmarks.common.measuring import Ratio, Run, Way
 from benchmarks.common.served import exchanged
 from benchmarks.common.servers import Server
 from deployments.demo_model import PROBLEMS, WEIGHTS
+from deployments.interrupts import terminate_as_interrupt
 from deployments.options import DEMO
 from evals.config import CONTROL, Config
 from evals.task.problems import to_problem

@@ -28,8 +28,8 @@ from playwright.sync_api import Browser, Page, Request, Route, sync_playwright
 
 import vitrine
 from benchmarks.common import report
-from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
+from deployments.interrupts import terminate_as_interrupt
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 MOST_MS, LEAST_FRAMES = 300.0, 58.0

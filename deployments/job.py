@@ -28,39 +28,39 @@ class Job:
         messages: A chat, in OpenAI's form; None for a completion.
         prompts: A completion's prompts, each text or token ids; empty for a chat.
         tools: OpenAI's tool definitions that the model may call.
-        must_call: Names of functions of which it must call one; where it is empty, it need not.
-        parallel_calls: Whether it may make several calls.
-        schema: JSON schema that its text obeys; None where any text will do.
+        must_call: Names of functions of which the model must call one; empty if it need not call any.
+        parallel_calls: Whether the model may make several calls.
+        schema: JSON schema that the text obeys; None for any text.
         template_kwargs: Further variables for the chat template.
         n: Choices per prompt.
-        max_tokens: New tokens at most; None for what the context leaves.
+        max_tokens: The most new tokens; None for the rest of the context.
         sampling: How tokens are drawn.
         stop: Strings that end a text.
         stop_token_ids: Token ids that end a text.
-        ignore_eos: Generate on behind the model's end tokens.
-        logprobs: With each token say its logprob and those of so many likeliest tokens; None for neither.
+        ignore_eos: Continue after the model's end tokens.
+        logprobs: Return each token's logprob, and those of this many top tokens; None for neither.
         echo: Begin each text with its prompt, and its logprobs with the prompt's, if they are requested.
-        ranked: Say with each choice how likely it was, for the best to be picked.
-        token_ids: Say the token ids of prompt and answer.
+        ranked: Return with each choice its mean logprob, by which the best are chosen.
+        token_ids: Return the token ids of prompt and answer.
         capture: What to record; None for nothing.
-        interventions: What to change on the way; the first ones are the profile's.
-        variants: What to change besides in each choice, `n` of them; empty where all are alike.
+        interventions: Changes of activations; the first ones are the profile's.
+        variants: Further changes in each choice, `n` of them; empty if all choices have the same.
         logit_lens: The layers and tokens to return with each token; None for none.
-        readouts: Readouts whose values it wants.
+        readouts: Readouts whose values are returned.
         stop_when: The condition on them that ends an answer; None for none.
         report: Whether to return what each intervention did.
-        profile: The profile that it uses; None for none.
-        profiled: How many of its interventions are the profile's.
-        profile_account: Who may read what these name: an admin, where the profile is a default.
-        profile_captures: Whether what to record is the profile's, too.
-        default_capture: What to record in place of `capture` where the model has no savepoints: the profile's.
-        session_id: The session its runs join.
-        run_ids: Names of its runs, one for each choice; empty where they are named after the job.
-        fence: What the store gave when it admitted the job to the session; None without keys.
-        unstorable: Why its runs cannot be stored, where that is known before.
-        request_id: What the client and the HTTP log call the request; not unique.
-        created: When it came, in Unix seconds.
-        fields: What the request calls a field that a refusal may name, where it is not that name.
+        profile: The profile that is used; None for none.
+        profiled: How many of the interventions are the profile's.
+        profile_account: Who may read the runs and tensors that these name: an admin, if the profile is a default.
+        profile_captures: Whether `capture` is the profile's, too.
+        default_capture: The profile's capture, used instead of `capture` if the model has no savepoints.
+        session_id: The session that the runs join.
+        run_ids: Names of the runs, one for each choice; empty if they are named after the job.
+        fence: The store's token for the job's admission to the session; None without keys.
+        unstorable: Why the runs cannot be stored, if that is known before.
+        request_id: The request's id for the client and the HTTP log; not unique.
+        created: The time of the request, in Unix seconds.
+        fields: For fields that an error may name, the request's own names, if they differ.
     """
 
     id: str

@@ -16,8 +16,8 @@ class TokenText(NamedTuple):
     r"""One token as written.
 
     Attributes:
-        text: Its text, with bytes that are no whole character as `\xe2`.
-        raw: Its bytes, which joined to its neighbours' are the answer's UTF-8; None where it adds nothing.
+        text: Its text; bytes that are not a whole character are written as `\xe2`.
+        raw: Its bytes; those of all tokens join to the answer's UTF-8. None if it adds no text.
     """
 
     text: str
@@ -25,9 +25,9 @@ class TokenText(NamedTuple):
 
 
 class ScoredToken(NamedTuple):
-    """A token and how likely the model held it; `text` and `raw` as in `TokenText`.
+    """A token and its logprob; `text` and `raw` as in `TokenText`.
 
-    The first token of a prompt has no `logprob`: nothing stands before it.
+    The first token of a prompt has no `logprob`, because no token precedes it.
     """
 
     text: str
@@ -50,10 +50,10 @@ class TokenLogprob(NamedTuple):
 
 
 class LayerTop(NamedTuple):
-    """What one layer's output leads to.
+    """The logit lens of one layer's output.
 
     Attributes:
-        layer: Which, from 0.
+        layer: The layer, from 0.
         top: (token id, token, logprob) of the likeliest tokens, likeliest first. Plain tuples: there are many.
         targets: (token id, token, logprob, rank) of the requested tokens.
     """
@@ -86,10 +86,10 @@ class ReadoutValues:
     Attributes:
         name: The readout.
         labels: The labels of its values, if it has any.
-        generated: Whether they are of generated tokens.
-        index: Of each row's token, among the prompt's or the generated ones.
-        values: Of each row; of an autoencoder those of `features`.
-        features: Of each row the features, the largest first; None of a linear readout.
+        generated: Whether the tokens are generated ones.
+        index: Each row's token, by its index among the prompt's or the generated tokens.
+        values: The values of each row; for an autoencoder, those of `features`.
+        features: The feature indices of each row, the largest value first; None for a linear readout.
     """
 
     name: str
@@ -101,13 +101,13 @@ class ReadoutValues:
 
 
 class CallPart(NamedTuple):
-    """More of a tool call: first its id and name, then text of its arguments, which join to JSON.
+    """A part of a tool call: the first has its id and name, the others text of its arguments, which join to JSON.
 
     Attributes:
-        number: Which of the choice's calls it is.
+        number: The call's index in the choice.
         arguments: Text of its arguments.
-        id: The call's id; of its first part alone, as `name`.
-        name: The function.
+        id: The call's id, only in the first part.
+        name: The function, only in the first part.
     """
 
     number: int
@@ -124,9 +124,9 @@ def whole_calls(parts: Iterable[CallPart]) -> list[CallPart]:
 
 @dataclass(frozen=True)
 class Piece:
-    """More of one choice: text, thoughts, parts of tool calls, and the tokens read since the last piece.
+    """A part of one choice: text, thoughts, parts of tool calls, and the tokens since the last piece.
 
-    A choice's first message has `prompt_ids`, where the job asks for token ids; `lens` is None where it asks for none.
+    A choice's first message has `prompt_ids` if the job asks for token ids; `lens` is None if it asks for none.
     """
 
     index: int
@@ -142,7 +142,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What became of one choice's activations; its fields are the HTTP answer's.
+    """The state of one choice's activations; its fields are those of the HTTP answer.
 
     Attributes:
         run_id: The run's name.
@@ -150,9 +150,9 @@ class RunReport:
         status: `stored`, `inline` or `failed`.
         tokens: Tokens of prompt and answer.
         prompt_tokens: Tokens of the prompt.
-        points: By name: where the rows lie, or, inline, the rows.
+        points: By name: where the rows are stored, or, inline, the rows.
         reason: Why it failed.
-        node: The node on whose disk it lies, where nodes keep directories of their own.
+        node: The node on whose disk the run is, if nodes have directories of their own.
     """
 
     run_id: str
@@ -166,12 +166,12 @@ class RunReport:
 
 
 class ChangedNorm(NamedTuple):
-    """The mean norm of the rows that an intervention in its units has changed.
+    """The norm of the rows that an intervention in units of `residual_norm` has changed.
 
     Attributes:
         param: The intervention's field.
-        point: Where.
-        norm: Before the change.
+        point: The point's name.
+        norm: The rows' median norm before the change.
     """
 
     param: str
@@ -180,16 +180,16 @@ class ChangedNorm(NamedTuple):
 
 
 class EditReport(NamedTuple):
-    """What an intervention did at a point; rows and norms where the request asks for a report.
+    """What an intervention did at a point; rows and norms only if the request asks for a report.
 
     Attributes:
         param: The intervention's field.
-        point: Where.
-        lag: How many rows its gate acts behind what it reads; None where it has none.
+        point: The point's name.
+        lag: 1 if its gate acts on the row after the one read, 0 if on the same; None without a gate.
         rows: How many rows it changed.
-        kept: How many its gate kept as they were.
-        mean_change: Of the norms of its changes, each relative to its row's.
-        largest_change: The largest of them.
+        kept: How many rows its gate left unchanged.
+        mean_change: The mean norm of its changes, each relative to its row's norm.
+        largest_change: The largest of these norms.
     """
 
     param: str
@@ -203,10 +203,10 @@ class EditReport(NamedTuple):
 
 @dataclass(frozen=True)
 class End:
-    """The last message of one choice; `logprobs`, `token_ids` and `lens` are of tokens read since the last piece.
+    """The last message of one choice; `logprobs`, `token_ids` and `lens` are for the tokens since the last piece.
 
-    Where the job asks for them, `prompt_lens` is what layers make of the prompt, and `likeliness` the mean of its
-    tokens' logprobs. `cached_tokens` of the prompt were run for an earlier request.
+    If the job asks for them, `prompt_lens` is the logit lens of the prompt, and `likeliness` the mean logprob of the
+    choice's tokens. `cached_tokens` of the prompt were reused from an earlier request.
     """
 
     index: int
@@ -229,7 +229,7 @@ class End:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the whole job came to nothing; its last message."""
+    """Why the whole job failed or was rejected; its last message."""
 
     message: str
     field: str | None = None

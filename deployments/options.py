@@ -75,9 +75,9 @@ def check_uri(uri: str) -> str:
         or not all(key in _SETTINGS and _SETTING.fullmatch(value) for key, value in settings)
     ):
         raise ValueError(
-            "a URI may hold no keys, and no settings but such as region, endpoint_override and scheme: give S3's keys "
-            "by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the machine's role, those of other storage by the "
-            "environment, too; in a path write '@' as %40"
+            "a URI must not contain keys, nor settings other than region, endpoint_override, scheme and the like: give "
+            "S3's keys as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or by the machine's role, and those of other "
+            "storage in the environment; in a path write '@' as %40"
         )
     return uri
 
@@ -88,10 +88,10 @@ def fits_header(key: str) -> bool:
 
 
 class Savepoint(BaseModel):
-    """A capture point of a model under a name of its own.
+    """A capture point of a model with a name chosen by the operator or the loader.
 
     Attributes:
-        name: What requests capture it by; without a dot, so that it hides no point of the model.
+        name: Its name in requests; without a dot, so that it hides no point of the model.
         selector: The point as `capture.points` names it, or a module for its output.
     """
 
@@ -128,7 +128,7 @@ class Options(BaseModel):
         batch_invariant: Give each sequence the same bits (tokens, logprobs, activations) whatever shares its forward
             passes, on the same machine. On CPUs, in float32 and bfloat16; prompts run more slowly.
         max_running: The most sequences of a replica that share a forward pass.
-        max_queued: The most sequences of a replica that wait beyond those; more get 429.
+        max_queued: The most further sequences that wait in a replica's queue; more get 429.
         prefill_tokens: The most prompt tokens of one forward pass; a fifth of it while streams decode. A longer prompt
             runs in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
         kv_bytes: The most memory for keys and values of a replica, in bytes.
@@ -137,11 +137,11 @@ class Options(BaseModel):
         request_timeout_s: Seconds after which a request gets 504.
         stuck_after_s: Seconds in one engine step after which a replica counts as dead and is replaced.
         api_keys_file: A file of API keys, each as `role:key` or `role@name:key`. Like the variable `VITRINE_API_KEYS`
-            it is read when the application is built, and only digests go further.
-        open: Start without API keys on other addresses than this machine's own, and answer everybody.
+            it is read when the application is built; only digests of the keys leave that process.
+        open: Start without API keys on addresses that other machines can reach, and answer everybody.
         insecure_ray: Start on a Ray cluster without token authentication. Everybody who reaches its ports can run code.
         allowed_hosts: Names by which requests may call a server without API keys, besides localhost and loopback
-            addresses; `*` is any. Behind a proxy that forwards requests of others, the names by which they call it.
+            addresses; `*` is any. Behind a proxy that serves other machines, the names by which they call the proxy.
         cors_origins: Origins whose pages may read answers; none by default. `*` is any, and needs API keys.
         max_body_bytes: The largest request body; larger ones get 413.
         max_tensor_file_bytes: The largest tensor file that a client may send, at most 128 MiB (the limit of Serve's
@@ -160,26 +160,26 @@ class Options(BaseModel):
             tenth as many tokens of layers.
         max_store_bytes: The most bytes of all stored sessions together; runs that do not fit are not stored. By default
             no limit but the disk's.
-        max_session_bytes: The same of each session.
+        max_session_bytes: The most bytes stored for one session.
         max_session_age_s: Seconds since its last run after which a session is deleted, unless it is pinned; by default
             none is.
-        delete_oldest: Whether at `max_store_bytes` the store makes room by deleting the sessions whose last run is
-            oldest, but for pinned ones, instead of refusing the run; with API keys those of the run's owner alone.
+        delete_oldest: Whether at `max_store_bytes` the store deletes the sessions whose last run is oldest, except
+            pinned ones, instead of rejecting the run. With API keys, it deletes only those of the run's owner.
         max_owner_bytes: With API keys, the most bytes of all stored sessions of one owner who is no admin.
         max_owner_sessions: The same for the number of sessions.
         max_owner_tensor_bytes: The same for the bytes of clients' tensor files.
         max_owner_profiles: The same for the number of profiles, 1,024 at most.
-        unowned: Who may read what has no owner, since it was recorded without API keys: `admin`s, or, `shared`, every
-            key.
+        unowned: Who may read data without an owner, which was recorded without API keys: only admins (`admin`), or
+            every key (`shared`).
         activations_dir: The directory where activations and clients' tensors are stored.
         archive: The URI of a bucket that stored activations are uploaded to as well (`s3://bucket/prefix?region=...`);
             by default none.
-        archive_cache_bytes: The most bytes of activations that stay in `activations_dir` though they are in the bucket;
-            the oldest are removed from there first.
+        archive_cache_bytes: The most bytes of archived activations that stay in `activations_dir`; the oldest are
+            removed first.
         answer_when: When a request that records is answered: once its activations are `stored` in `activations_dir`, or
-            once they are `archived` in the bucket, too.
-        models_dir: Where models that are named without a path lie: `models_dir/some/model` is loaded as `some/model`,
-            before the hub is asked. By default `$VITRINE_HOME/models`, where `make smollm2` writes.
+            once they are also `archived` in the bucket.
+        models_dir: The directory of models that are named without a path: `some/model` loads `models_dir/some/model`
+            if it exists, else from the hub. By default `$VITRINE_HOME/models`, where `make smollm2` writes.
         allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
         load_timeout_s: Seconds after which loading a model is given up.
         allow_client_code: Whether clients may run nnsight code of their own over the served weights; with API keys,
@@ -196,8 +196,8 @@ class Options(BaseModel):
         public_url: The server's address as clients reach it, if their requests do not show it, for example behind a
             proxy that ends TLS. Large results of clients' jobs are fetched from it, and `/v1/models` shows it, so it
             must not have a user, key or query.
-        page: Whether `/` serves the page that looks inside the model with a browser. It needs no key and has no data:
-            it asks the other routes, with the key that a person types into it.
+        page: Whether `/` serves the page that looks inside the model with a browser. It needs no key and contains no
+            data: it calls the other routes, with the key that its user types in.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # a URI may hold a key
@@ -307,7 +307,7 @@ class Options(BaseModel):
     def _is_absolute(cls, value: str) -> str:
         if "://" in value or value.startswith("file:"):
             raise ValueError(
-                "must be a directory, such as /data/activations; for a bucket set archive to its URI beside it: "
+                "must be a directory, such as /data/activations; for a bucket, set archive as well: "
                 "activations_dir=/data/activations archive=s3://bucket/prefix"
             )
         path = Path(value).expanduser()
@@ -322,7 +322,7 @@ class Options(BaseModel):
         if value and any(mark in value for mark in "@?#"):
             raise ValueError(
                 "must be scheme://host[:port][/path] without a user, password, query or fragment, since answers show "
-                "it: leave out what stands before '@' and behind '?' or '#'; in a path write '@' as %40"
+                "it: leave out the parts before '@' and after '?' or '#'; in a path write '@' as %40"
             )
         return value
 

@@ -163,22 +163,22 @@ class Answer:
             best += ranked[: self._returned]
         return best
 
-    def _prompt_ids(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
+    def _prompt_ids(self, part: AnswerChoice | Piece | End) -> dict[str, Any]:
         """A chat's field with its prompt's token ids, if requested."""
-        return {"prompt_token_ids": list(told.prompt_ids)} if self._kind == "chat" and told.prompt_ids else {}
+        return {"prompt_token_ids": list(part.prompt_ids)} if self._kind == "chat" and part.prompt_ids else {}
 
-    def _seen(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
+    def _seen(self, part: AnswerChoice | Piece | End) -> dict[str, Any]:
         """A choice's fields besides OpenAI's: token ids and the logit lens, if requested."""
-        end = told.end if isinstance(told, AnswerChoice) else told
+        end = part.end if isinstance(part, AnswerChoice) else part
         prompt = end.prompt_lens if isinstance(end, End) else ()
-        lens = {} if told.lens is None else {"logit_lens": of_lens(told.lens, prompt)}
-        return self._token_ids(told) | lens | of_readouts(told.readouts)
+        lens = {} if part.lens is None else {"logit_lens": of_lens(part.lens, prompt)}
+        return self._token_ids(part) | lens | of_readouts(part.readouts)
 
-    def _token_ids(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
+    def _token_ids(self, part: AnswerChoice | Piece | End) -> dict[str, Any]:
         """A choice's token ids, if requested; in a completion also its prompt's."""
-        said = {"token_ids": list(told.token_ids)} if told.token_ids or told.prompt_ids else {}
-        if self._kind == "completion" and told.prompt_ids:
-            said["prompt_token_ids"] = list(told.prompt_ids)
+        said = {"token_ids": list(part.token_ids)} if part.token_ids or part.prompt_ids else {}
+        if self._kind == "completion" and part.prompt_ids:
+            said["prompt_token_ids"] = list(part.prompt_ids)
         return said
 
     def _choice(self, index: int, choice: AnswerChoice) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Ingress:
     """Takes HTTP requests and delegates them to the models' replicas and the activation store."""
 
     def __init__(self, options: Options, keys: Keys, *models: DeploymentHandle[Any]) -> None:
-        """Find the actors.
+        """Get the handles of the actors.
 
         Args:
             options: The operator's.

@@ -72,6 +72,7 @@ LAYERS = [
     "deployments.options",
     "deployments.errors",
     "deployments.installed",
+    "deployments.interrupts",
     "deployments.tiles",
     "vitrine.points",
 ]
@@ -80,6 +81,7 @@ EVALS_MAY = {
     "evals",
     *(layer for layer in LAYERS if layer.startswith("deployments.activations")),
     "deployments.clusters",
+    "deployments.interrupts",
     "deployments.points",
     "deployments.readouts",
     "deployments.demo_model",

@@ -70,7 +70,7 @@ def serve(model: str = "vitrine-demo", *, timeout: float = 600, **options: Any) 
     try:
         _wait(process, directory, timeout)
         return OwnServer(connect(f"http://{HOST}:{port}").asynchronous, process, directory)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: stop the server, then re-raise
         _stop(process)
         shutil.rmtree(directory, ignore_errors=True)
         raise

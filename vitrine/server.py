@@ -6,15 +6,15 @@ import os
 from types import TracebackType
 
 from vitrine.connection.blocking import blocking, wait
-from vitrine.experiments.attending import Attending
-from vitrine.experiments.lenses import Lensing
-from vitrine.experiments.sweeping import Sweeping
+from vitrine.experiments.attending import AttentionMethods
+from vitrine.experiments.lenses import LensMethods
+from vitrine.experiments.sweeping import SweepMethods
 
 URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 660.0  # a little more than the server's own limit, so that its error is what comes
 
 
-class AsyncServer(Attending, Lensing, Sweeping):
+class AsyncServer(AttentionMethods, LensMethods, SweepMethods):
     """A server, asked with `await`: its methods are those of `Server`, whose examples hold for both.
 
     Attributes:
@@ -108,7 +108,7 @@ async def connect_async(
         if not served or model not in (None, *served):
             there = ", ".join(served) or "no model yet"
             raise ValueError(f"model: {url} serves {there}; {model or 'a model'} was asked for")
-    except BaseException:
+    except BaseException:  # close, then re-raise
         await server.close()
         raise
     server.model = model or served[0]

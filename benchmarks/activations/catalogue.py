@@ -26,7 +26,6 @@ from unittest import mock
 import torch
 
 from benchmarks.common import report
-from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
@@ -35,6 +34,7 @@ from deployments.activations.facts import Note, RunFacts, ShardFacts
 from deployments.activations.filters import Filter
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
+from deployments.interrupts import terminate_as_interrupt
 
 LIMIT = 0.05  # seconds
 TIMES = 20

@@ -29,10 +29,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.common import questions
-from benchmarks.common.children import ROOT, terminate_as_interrupt
+from benchmarks.common.children import ROOT
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Run, Way
 from deployments.activations import load, runs
+from deployments.interrupts import terminate_as_interrupt
 from deployments.model_files.names import source
 from deployments.options import DEMO, SMOLLM2, home
 

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from benchmarks.common import report
-from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Run, Way, as_json, in_turn, ratio
 from deployments.activations.catalogue.catalogue import Catalogue
@@ -37,6 +36,7 @@ from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.reader.training import ActivationRows
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
+from deployments.interrupts import terminate_as_interrupt
 
 SESSION, HIDDEN, TOKENS = "measured", 1024, 400
 POINTS = [f"layers.{layer}.output" for layer in (7, 14, 21)]

@@ -31,7 +31,6 @@ import pyarrow as pa
 import torch
 
 from benchmarks.common import report
-from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Run, Way, as_json, in_turn, ratio
 from deployments.activations.catalogue.catalogue import Catalogue
@@ -39,6 +38,7 @@ from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.segments.checksums import checksums
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
+from deployments.interrupts import terminate_as_interrupt
 
 HIDDEN, TOKENS, PARTS = 1024, 200, 4
 POINTS = [f"layers.{layer}.{site}.output" for layer in (7, 14, 21) for site in ("input_layernorm", "mlp")]

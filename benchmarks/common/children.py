@@ -65,8 +65,3 @@ def answers(url: str) -> bool:
         return httpx.get(url, timeout=5).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def terminate_as_interrupt() -> None:
-    """Make SIGTERM end this process as Ctrl-C does, so that children are ended on the way out."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)

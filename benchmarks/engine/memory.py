@@ -20,9 +20,9 @@ from typing import Any
 from matplotlib import pyplot
 
 from benchmarks.common import report, settings
-from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.ways.resident import MemorySample, Scenario, watch
+from deployments.interrupts import terminate_as_interrupt
 
 MIB = 2**20
 LIMIT = 256 * MIB

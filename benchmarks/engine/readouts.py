@@ -20,8 +20,8 @@ from benchmarks.common import measured_models
 from benchmarks.common.sides import Side, ratio
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
-from deployments.engine.gates import Gate, Leaf, Source
-from deployments.engine.request import Asked, Request
+from deployments.engine.gates import Gate, Source, ThresholdCheck
+from deployments.engine.request import Request, ResolvedReadout
 from deployments.model.load import load
 from deployments.model.model import Model
 from deployments.points.readouts import ReadoutSpec, Threshold
@@ -70,19 +70,19 @@ class Cases:
 
     def one(self, streamed: bool = False) -> list[Request]:
         """One probe for all."""
-        asked = (Asked(self._probe, Tokens()),)
+        asked = (ResolvedReadout(self._probe, Tokens()),)
         return [dataclasses.replace(one, readouts=asked) for one in self.made(streamed)]
 
     def many(self) -> list[Request]:
         """A probe of its own for each, at eight layers."""
         return [
-            dataclasses.replace(one, readouts=(Asked(probe, Tokens()),))
+            dataclasses.replace(one, readouts=(ResolvedReadout(probe, Tokens()),))
             for one, probe in zip(self.made(), self._probes, strict=True)
         ]
 
     def features(self) -> list[Request]:
         """An autoencoder's largest features for all."""
-        asked = (Asked(self._sae, Tokens(), TOP_K),)
+        asked = (ResolvedReadout(self._sae, Tokens(), TOP_K),)
         return [dataclasses.replace(one, readouts=asked) for one in self.made()]
 
     def steered(self, gated: bool) -> list[Request]:
@@ -90,7 +90,7 @@ class Cases:
         when = Threshold(readout="r0", above=0.5)
 
         def edit() -> Edit:
-            gate = Gate(when, lambda spec: Leaf(self._probe, 0, spec, Tokens())) if gated else None
+            gate = Gate(when, lambda spec: ThresholdCheck(self._probe, 0, spec, Tokens())) if gated else None
             return Edit(self._point, "add", vector=self._vector, gate=gate)
 
         return [dataclasses.replace(one, edits=(edit(),)) for one in self.made()]

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks.common import measured_models, processors, report, servers, settings, streams
-from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Way
 from benchmarks.common.served import Workload, first_token, send, served
 from benchmarks.common.servers import Server
 from benchmarks.ways.in_process import ENGINE, STREAMING, InProcessEngine
+from deployments.interrupts import terminate_as_interrupt
 
 WHOLE, STREAMED, CAPTURED = "served, whole", "served, streamed", "served, whole, all layer outputs stored"
 CB_WHOLE, CB_STREAMED = "transformers serve, batching, whole", "transformers serve, batching, streamed"

@@ -32,11 +32,11 @@ import httpx
 from transformers import AutoTokenizer
 
 from benchmarks.common import report, servers, settings
-from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.common.servers import Server
 from deployments.chat.response_templates import LLAMA
 from deployments.demo_model import WEIGHTS
+from deployments.interrupts import terminate_as_interrupt
 
 MOST = 1.5  # a ratio at p50
 LIMIT_S = 120.0  # after which the client gives up; it counts as this long

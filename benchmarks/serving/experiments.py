@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 import vitrine
-from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Run, Way
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
 from deployments.engine.request import LensLayers, Request
+from deployments.interrupts import terminate_as_interrupt
 from deployments.model.load import load
 from deployments.model_files.names import source
 from deployments.options import DEMO, SMOLLM2, home

@@ -20,7 +20,7 @@ from benchmarks.ways.storing import Store
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Finished, Request
-from deployments.model.kv_cache import PagedCache, Segment
+from deployments.model.kv_cache import PagedCache, TokenSpan
 from deployments.model.model import Model
 from deployments.points.capture import LAYERNORM_SITES, Capture
 
@@ -97,17 +97,17 @@ class Forward:
     """One forward that the engine ran: which tokens, of which sequences, and the rows whose logits were wanted."""
 
     ids: Sequence[int]
-    segments: Sequence[Segment]
+    spans: Sequence[TokenSpan]
     wanted: Sequence[int]
 
     @property
     def decodes(self) -> bool:
         """Whether each sequence had one token."""
-        return len(self.ids) == len(self.segments)
+        return len(self.ids) == len(self.spans)
 
     def run(self, model: Model, cache: PagedCache) -> torch.Tensor:
         """Run it once more, on a cache of its own: [wanted, vocabulary] logits."""
-        return model.forward(self.ids, self.segments, self.wanted, cache)
+        return model.forward(self.ids, self.spans, self.wanted, cache)
 
 
 def forwards(running: Engine, work: Work) -> list[Forward]:
@@ -115,10 +115,10 @@ def forwards(running: Engine, work: Work) -> list[Forward]:
     model, found = running.model, list[Forward]()
     run = model.forward
 
-    def noting(ids: Any, segments: Any, wanted: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def noting(ids: Any, spans: Any, wanted: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Copies: sequences' pages go to others later.
-        found.append(copy.deepcopy(Forward(ids, segments, wanted)))
-        return run(ids, segments, wanted, *args, **kwargs)
+        found.append(copy.deepcopy(Forward(ids, spans, wanted)))
+        return run(ids, spans, wanted, *args, **kwargs)
 
     with mock.patch.object(model, "forward", noting):
         running.generate(requests(model, work))
@@ -127,7 +127,7 @@ def forwards(running: Engine, work: Work) -> list[Forward]:
 
 def cache_for(schedule: Sequence[Forward], running: Engine) -> PagedCache:
     """Pages for these forwards."""
-    most = max(page for forward in schedule for segment in forward.segments for page in segment.kv.pages)
+    most = max(page for forward in schedule for span in forward.spans for page in span.kv.pages)
     return PagedCache(most + 1, like=running.cache)
 
 

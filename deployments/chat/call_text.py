@@ -53,7 +53,7 @@ class CallText:
     """Takes the text of one region apart; whether it is valid JSON is for others to find out.
 
     A call is sent once its arguments begin. One whose name is not right before them is skipped, and
-    so are all behind it. What was passed over is bounded, since each brace makes RE2 read it again.
+    so are all after it. What was passed over is bounded, since each brace makes RE2 read it again.
 
     Attributes:
         begun: How many calls were sent.

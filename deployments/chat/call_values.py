@@ -85,7 +85,7 @@ def check(field: ResponseTemplateField) -> None:
     content, args = field.content, field.content_args
     while True:
         if content == "kv-lines" or content not in CONTENT_PARSERS:
-            raise UnsupportedPattern(f"{content} is no content of calls")
+            raise UnsupportedPattern(f"a tool call cannot be parsed from {content}")
         if content != "xml-inline":
             return
         pattern = _tag(args.get("tag_pattern", ""))

@@ -14,7 +14,6 @@ OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as JSON is written by ha
 # Characters of one line of text before a call that must be made: a model that learned to say first what it computes
 # goes astray where it has to call at once, and one that would have ended there goes on and on where lines may follow.
 MOST_BEFORE = 96
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -30,7 +29,7 @@ class GrammarWriter:
     """Writes grammars for one tokenizer."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
-        """Begin with the tokens that are no text to a grammar.
+        """Collect the tokens that a grammar does not treat as text.
 
         Args:
             added: The tokenizer's added tokens and their ids.
@@ -40,7 +39,7 @@ class GrammarWriter:
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if added else None
 
     def answer(self, thoughts: Thoughts | None, schema: Mapping[str, Any] | None, calls: RequiredCalls | None) -> str:
-        """An answer: JSON by `schema`, or `calls`, whichever is given, or either of both; behind `thoughts`."""
+        """An answer: JSON by `schema`, or `calls`, whichever is given, or either of both; after `thoughts`."""
         kinds = [name for name, given in (("json", schema), ("calls", calls)) if given is not None]
         lines = [f"start: {'thoughts ' if thoughts else ''}({' | '.join(kinds)})"]
         if thoughts:
@@ -116,7 +115,7 @@ def schema_rule(schema: Mapping[str, Any], separators: Separators | None = None)
 
     Args:
         schema: The schema.
-        separators: The only ones, where given: a model that learned `": "` goes astray behind `":"`.
+        separators: The only ones, where given: a model that learned `": "` goes astray after `":"`.
     """
     options: dict[str, Any] = OPTIONS
     if separators:

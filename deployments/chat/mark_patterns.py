@@ -71,7 +71,7 @@ def translate(pattern: str) -> Translated:
         ahead = list(items.pop()[1][1])
     try:
         if tree.state.flags & ~(re.DOTALL | re.UNICODE):
-            raise UnsupportedPattern("flags")
+            raise UnsupportedPattern("it has flags")
         begun = _begun([*items, *ahead])
         if begun is None:
             raise UnsupportedPattern("it matches no text")
@@ -122,7 +122,7 @@ def _one(op: Any, value: Any, names: Mapping[int, str]) -> str:
             least, most, repeated = value
             lazy = "?" if op is sre.MIN_REPEAT else ""
             return f"(?:{_whole(repeated, names)}){_times(least, most)}{lazy}"
-    raise UnsupportedPattern(f"{str(op).lower()} has no linear form")
+    raise UnsupportedPattern(f"{str(op).lower()} cannot be matched in linear time")
 
 
 def _begun(items: Items) -> str | None:
@@ -174,7 +174,7 @@ def _class(items: Items) -> str:
             outside.append(CLASSES[OPPOSITES[value]])
     if negated and outside:
         if inside or len(outside) > 1:
-            raise UnsupportedPattern("a negated class of negated classes has no linear form")
+            raise UnsupportedPattern("a negated class of negated classes cannot be matched in linear time")
         return f"[{outside[0]}]"
     if negated:
         return f"[^{inside}]"

@@ -58,7 +58,7 @@ class MarkSearch:
         self._either = compiled(f"(?:{begun})\\z|{whole}")
 
     def find(self, text: str, at: int, last: bool) -> tuple[int, FoundMark | None]:
-        """Find the first mark that begins at or behind `at`; of several, the longest.
+        """Find the first mark that begins at or after `at`; of several, the longest.
 
         Args:
             text: At most `2 * MAX_MARK` characters.
@@ -112,7 +112,7 @@ def check(pattern: Any) -> bool:
 
 
 def begun_answer(template: ResponseTemplate, prompt: str) -> str:
-    """What a prompt has written of the answer: all behind the last anchor; nothing where there is none."""
+    """What a prompt has written of the answer: all after the last anchor; nothing where there is none."""
     found = _last(template.start_anchor_re.pattern).match(prompt)
     return prompt[found.end(1) :] if found else ""
 

@@ -78,7 +78,7 @@ class Prompts:
         return Echo(text, [min(max(0, end - before), len(text)) for end in offsets.ends[:-1]])
 
     def offsets(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
-        """A prompt's text, special tokens included, and the characters before each token and behind the last."""
+        """A prompt's text, special tokens included, and the characters before each token and after the last."""
         offsets = TextOffsets(self._token_texts)
         offsets.add(prompt.ids)
         return offsets.close(), offsets.ends

@@ -51,7 +51,7 @@ class AnswerReader:
             template: The form of the model's answers.
             prompt: What it answers; it may have begun the answer.
             tools: OpenAI's definitions; without any, what looks like a call is content.
-            parallel: Without, what is called behind the first call is left out.
+            parallel: Without, what is called after the first call is left out.
             streamed: Tell of a call while it is written, not once it is whole.
         """
         self._fields = {name: field for name, field in template.fields.items() if tools or name != "tool_calls"}

@@ -130,7 +130,7 @@ def _linear(template: ResponseTemplate) -> ResponseTemplate | None:
 def _check(name: str, field: ResponseTemplateField) -> None:
     empty = [marks.check(pattern) for pattern in (field.open_re, field.close_re) if pattern is not None]
     if all(empty) and len(empty) == (1 if field.open_re is None else 2):
-        raise UnsupportedPattern("its marks are empty")
+        raise UnsupportedPattern("its delimiters match an empty text")
     if name == "tool_calls":
         call_values.check(field)
 

@@ -56,7 +56,7 @@ class ChatFormat:
             messages: In OpenAI's form.
             tools: OpenAI's definitions.
             more: Further variables for the template.
-            add_generation_prompt: Whether an answer begins behind it.
+            add_generation_prompt: Whether an answer begins after it.
 
         Raises:
             RequestError: The model has no chat template, it refuses these messages, or `more` has what is not a
@@ -75,7 +75,7 @@ class ChatFormat:
             return text
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             # A template is the model's own program: what it cannot render, it says in ways of its own.
-            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+            raise RequestError(f"the model's chat template rejects these messages: {error}", "messages") from error
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **more: Any) -> str:
         parsed = [_with_parsed_arguments(message) for message in messages]

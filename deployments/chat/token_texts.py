@@ -30,7 +30,7 @@ class TokenTexts:
         self._known: dict[int, TokenText] = {}
 
     def scored(self, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int = 0) -> list[TokenLogprob]:
-        """Tokens and their likeliest, behind `offset` characters of text."""
+        """Tokens and their likeliest, after `offset` characters of text."""
         return [
             TokenLogprob(
                 ScoredToken(*self.of(token), logprob.logprob),
@@ -57,7 +57,7 @@ class TokenTexts:
     def of_prompt(
         self, tokens: Sequence[int], logprobs: Sequence[Logprob], offsets: Sequence[int]
     ) -> list[TokenLogprob]:
-        """A prompt's tokens, the first of which has no logprob, each behind so many characters of it."""
+        """A prompt's tokens, the first of which has no logprob, each after so many characters of it."""
         first = TokenLogprob(ScoredToken(*self.of(tokens[0]), None), (), offsets[0])
         placed = [one._replace(offset=offset) for one, offset in zip(logprobs, offsets[1:], strict=True)]
         return [first, *self.scored(tokens[1:], placed)]
@@ -100,7 +100,7 @@ class TextOffsets:
     """Where the tokens of a text begin in it, as it grows. Special tokens count as text.
 
     Attributes:
-        ends: Characters before each token, and behind the last.
+        ends: Characters before each token, and after the last.
     """
 
     def __init__(self, token_texts: TokenTexts) -> None:

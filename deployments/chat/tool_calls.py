@@ -118,7 +118,7 @@ def _turn(render: Render, template: ResponseTemplate, calls: int) -> str:
 
 
 def _arguments(turn: str, start: int) -> tuple[int, int] | None:
-    """Where the first JSON object behind `start` begins and ends, if it is the probe's."""
+    """Where the first JSON object after `start` begins and ends, if it is the probe's."""
     at = turn.find("{", start)
     try:
         value, stop = json.JSONDecoder().raw_decode(turn, at) if at >= 0 else (None, 0)

@@ -76,7 +76,7 @@ class JobProcesses:
         try:
             with theirs:
                 pid = self._fork(theirs)
-        except BaseException:
+        except BaseException:  # close, then re-raise
             ours.close()
             raise
         process = JobProcess(pid, ours)
@@ -161,7 +161,7 @@ class _Host:
         try:
             send(self._control, Kind.JOB, pickle.dumps(model))
             receive(self._control)
-        except BaseException:
+        except BaseException:  # close, then re-raise
             self.close()
             raise
         self._control.settimeout(FORK_S)

@@ -34,8 +34,7 @@ BOARD_S = 30.0  # the longest that the board is waited for
 GRACE_S = 2.0  # after its time a job may still say where it was
 SET_UP_S = 60.0  # before its time begins: the model is mapped then
 ENDED = (
-    "the job's process ended without a word: it was killed, as the kernel does where the machine's memory ends, or "
-    "it crashed"
+    "the job's process ended without a report: it crashed, or it was killed, as the kernel does when memory runs out"
 )
 
 

@@ -19,7 +19,7 @@ class CaptureBudget:
     """
 
     def __init__(self, budget: int | None) -> None:
-        """Hold nothing yet.
+        """Initialize the budget, all of it unused.
 
         Args:
             budget: Bytes of host memory; None to leave all rows with their request until its end.

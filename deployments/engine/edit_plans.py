@@ -184,9 +184,9 @@ class _Change:
         here, first = [], 0
         for part in self._parts:
             count = len(part.positions)
-            for leaf in part.edit.gate.leaves if part.edit.gate else ():
-                if leaf.here:
-                    here.append((leaf, first, leaf.turn(part.positions[0]), count))
+            for check in part.edit.gate.checks if part.edit.gate else ():
+                if check.here:
+                    here.append((check, first, check.turn(part.positions[0]), count))
             first += count
         if here:
             assert reader is not None

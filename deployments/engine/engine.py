@@ -31,7 +31,7 @@ from deployments.engine.decoding.prompt_logprobs import PromptScores
 from deployments.engine.decoding.sampling import NOT_FINITE, check_sampling, choose
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
-from deployments.engine.gates import Leaf
+from deployments.engine.gates import ThresholdCheck
 from deployments.engine.kv_memory import KvMemory, held_bytes
 from deployments.engine.read_values import SequenceReadouts, with_columns
 from deployments.engine.recovery import Recovery
@@ -138,7 +138,7 @@ class Engine:
         most = prompt + request.max_tokens
         if most > self._memory.longest:
             needed, held = most * self._memory.position_bytes, self._memory.budget_bytes
-            message = f"{most} tokens need {needed} bytes of KV memory or more, the server's budget is {held}"
+            message = f"{most} tokens need at least {needed} bytes of KV memory; the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
         check_sampling(request, self.model.vocabulary)
         if request.capture:
@@ -344,19 +344,18 @@ class Engine:
             else:
                 try:
                     self._accept(seq, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
-                except Exception as error:
+                except Exception as error:  # of a tokenizer or a grammar: it ends this sequence alone
                     if _breaks_an_invariant(error):
                         raise
-                    # A tokenizer's or a grammar's own fault at this sequence's token: the others' tokens count.
                     logger.exception("request %s failed on its token", seq.request.id)
                     self._finish(seq, "error", events, f"{type(error).__name__}: {error}")
 
-    def _stop(self, seq: Sequence, leaf: Leaf, position: int, events: list[Event]) -> None:
+    def _stop(self, seq: Sequence, check: ThresholdCheck, position: int, events: list[Event]) -> None:
         """End an answer at a row that met its `stop_when`: its token was said, and no other follows."""
         if not self._say_scores(seq, events):
             return
-        value = float(leaf.value) if leaf.value is not None else float("nan")
-        seq.stop_reason = StopReason(leaf.source.name, value, position)
+        value = float(check.value) if check.value is not None else float("nan")
+        seq.stop_reason = StopReason(check.source.name, value, position)
         if text := seq.text.close(seq.tokens):
             self._say(seq, Delta(seq.request.id, (), text), events)
         self._finish(seq, "stop", events)

@@ -37,13 +37,13 @@ class Source(NamedTuple):
     name: str
 
 
-class Leaf:
+class ThresholdCheck:
     """A condition on one value of a readout.
 
     Attributes:
         source: The readout.
         column: Which of its values.
-        lag: How many rows the one that it is for is behind the one that it reads: 0 or 1.
+        lag: 1 if the gate acts on the row after the one read, else 0.
         here: Whether it reads the row where it is changed, before that; then its rows are those that are changed, by
             their turn.
         known: Rows before this one are decided.
@@ -54,7 +54,7 @@ class Leaf:
     def __init__(
         self, source: Source, column: int, spec: Threshold, tokens: Tokens, lag: int = 0, here: bool = False
     ) -> None:
-        """Have seen nothing.
+        """Initialize the state: no row is decided yet.
 
         Args:
             source: As the attribute.
@@ -82,7 +82,7 @@ class Leaf:
         self.remembers = spec.rows > 1 or spec.until_below is not None or bool(spec.ema)
         self._begin = begin
         self._state: torch.Tensor | None = None  # [average, open, rows in a row]
-        self._parts: list[torch.Tensor] = []  # whether rows met it, one part behind the other
+        self._parts: list[torch.Tensor] = []  # whether rows met it, one part after the other
         self._last = begin  # the first row of the last part
 
     def state(self, device: torch.device) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Leaf:
 
         Args:
             met: Whether they met it, [rows].
-            state: As `state`, behind them.
+            state: As `state`, after them.
             values: What they were, [rows].
         """
         self._last, self._state, self.value = self.known, state, values[-1:]
@@ -122,47 +122,47 @@ def _beside(number: float, way: float) -> float:
     return float(torch.nextafter(torch.tensor(number), torch.tensor(way)))
 
 
-class Read(NamedTuple):
-    """Values of consecutive rows that a leaf reads, `[rows]`, from the position `first` on."""
+class CheckedValues(NamedTuple):
+    """Values of consecutive rows that a check reads, `[rows]`, from the position `first` on."""
 
-    leaf: Leaf
+    check: ThresholdCheck
     values: torch.Tensor
     first: int
 
 
-def decide(reads: Sequence[Read]) -> None:
-    """Have leaves decide on the rows that they have not seen; single ones all at once."""
-    single, several = list[Read](), list[Read]()
+def decide(reads: Sequence[CheckedValues]) -> None:
+    """Have checks decide on the rows that they have not seen; single ones all at once."""
+    single, several = list[CheckedValues](), list[CheckedValues]()
     for read in reads:
-        fresh = max(0, read.leaf.known - read.first)
+        fresh = max(0, read.check.known - read.first)
         if fresh < len(read.values):
-            assert read.leaf.known >= read.first, "a gate misses rows"
+            assert read.check.known >= read.first, "a gate misses rows"
             (single if len(read.values) - fresh == 1 else several).append(read._replace(values=read.values[fresh:]))
     if single:
-        values = torch.cat([read.values for read in single])  # [leaves]
-        limits = torch.tensor([read.leaf.limits for read in single], device=values.device).T
-        if any(read.leaf.remembers for read in single):
-            before = torch.stack([read.leaf.state(values.device) for read in single])
+        values = torch.cat([read.values for read in single])  # [checks]
+        limits = torch.tensor([read.check.limits for read in single], device=values.device).T
+        if any(read.check.remembers for read in single):
+            before = torch.stack([read.check.state(values.device) for read in single])
             met, after = _next(values, limits, before)
             states: list[torch.Tensor | None] = list(after)
         else:
             met, states = (values > limits[0]) & (values < limits[1]), [None] * len(single)
         for i, (read, state) in enumerate(zip(single, states, strict=True)):
-            read.leaf.decide(met[i : i + 1], state if read.leaf.remembers else None, values[i : i + 1])
-    for leaf, values, _ in several:
-        limits = torch.tensor([leaf.limits], device=values.device).T
-        if not leaf.remembers:
-            leaf.decide((values > limits[0]) & (values < limits[1]), None, values)
+            read.check.decide(met[i : i + 1], state if read.check.remembers else None, values[i : i + 1])
+    for check, values, _ in several:
+        limits = torch.tensor([check.limits], device=values.device).T
+        if not check.remembers:
+            check.decide((values > limits[0]) & (values < limits[1]), None, values)
             continue
-        state, found = leaf.state(values.device)[None], list[torch.Tensor]()
+        state, found = check.state(values.device)[None], list[torch.Tensor]()
         for i in range(len(values)):
             met, state = _next(values[i : i + 1], limits, state)
             found.append(met)
-        leaf.decide(torch.cat(found), state[0], values)
+        check.decide(torch.cat(found), state[0], values)
 
 
 def _next(values: torch.Tensor, limits: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether one row of each leaf [leaves] meets it, and what it then remembers [leaves, 3]; limits [5, leaves]."""
+    """Whether one row of each check [checks] meets it, and what it then remembers [checks, 3]; limits [5, checks]."""
     low, high, until, weight, rows = limits
     average, opened, run = state.unbind(1)
     fresh = average.isnan() | (weight == 0)
@@ -176,31 +176,31 @@ class Gate:
     """A condition for one sequence.
 
     Attributes:
-        leaves: The conditions on single values in it.
-        lag: How many rows behind what it reads it acts, at the most.
+        checks: The conditions on single values in it.
+        lag: The largest lag of its checks.
     """
 
-    def __init__(self, condition: Condition, leaf: Callable[[Threshold], Leaf]) -> None:
-        """Make the leaves.
+    def __init__(self, condition: Condition, check: Callable[[Threshold], ThresholdCheck]) -> None:
+        """Make the checks.
 
         Args:
             condition: As the request has it.
-            leaf: Makes the leaf of a condition on one value.
+            check: Makes the check of a condition on one value.
         """
-        self.leaves: list[Leaf] = []
-        self._tree = self._built(condition, leaf)
-        self.lag = max(one.lag for one in self.leaves)
+        self.checks: list[ThresholdCheck] = []
+        self._tree = self._built(condition, check)
+        self.lag = max(one.lag for one in self.checks)
 
-    def _built(self, condition: Condition, leaf: Callable[[Threshold], Leaf]) -> _Met:
+    def _built(self, condition: Condition, check: Callable[[Threshold], ThresholdCheck]) -> _Met:
         if isinstance(condition, Threshold):
-            made = leaf(condition)
-            self.leaves.append(made)
+            made = check(condition)
+            self.checks.append(made)
             return made.met
         if isinstance(condition, Not):
-            negated = self._built(condition.negated, leaf)
+            negated = self._built(condition.negated, check)
             return lambda positions: ~negated(positions)
         parts = condition.all if isinstance(condition, AllOf) else condition.any
-        inner = [self._built(part, leaf) for part in parts]
+        inner = [self._built(part, check) for part in parts]
         combined = torch.logical_and if isinstance(condition, AllOf) else torch.logical_or
 
         def met(positions: Sequence[int]) -> torch.Tensor:
@@ -216,6 +216,6 @@ class Gate:
         """Whether it is open for the rows of some tokens, ascending, bool [positions]."""
         return self._tree(positions)
 
-    def reason(self, position: int) -> Leaf:
-        """A leaf that was met for a row at which the gate was open; the first where none is alone."""
-        return next((leaf for leaf in self.leaves if bool(leaf.met([position]))), self.leaves[0])
+    def reason(self, position: int) -> ThresholdCheck:
+        """A check that was met for a row at which the gate was open; the first where none is alone."""
+        return next((check for check in self.checks if bool(check.met([position]))), self.checks[0])

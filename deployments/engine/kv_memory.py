@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from deployments.model.kv_cache import PAGE, PagedCache, Segment, SequenceKv
+from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 from deployments.model.model import Model
 
 CGROUPS = (  # versions 2 and 1: limit, use, and where that says what files hold of it
@@ -43,7 +43,7 @@ class KvMemory:
     def __init__(
         self, model: Model, max_running: int, kv_bytes: int | None = None, kv_fraction: float | None = None
     ) -> None:
-        """Hold nothing yet.
+        """Size the budget by one page of the model.
 
         Args:
             model: Whose keys and values they are.
@@ -208,7 +208,7 @@ def pages_for(tokens: int) -> int:
 def _one_page(model: Model) -> tuple[PagedCache, Counter[torch.device]]:
     """A cache of one page that a token's forward has written to, and its bytes on each device."""
     cache, kv = PagedCache(), SequenceKv([0])
-    model.forward([1 % model.vocabulary], [Segment(kv, 0, 1)], [0], cache)
+    model.forward([1 % model.vocabulary], [TokenSpan(kv, 0, 1)], [0], cache)
     sizes = cache.page_bytes
     layers: list[Any] = kv.lone.layers if kv.lone else []
     for layer in layers:

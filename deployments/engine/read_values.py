@@ -28,7 +28,7 @@ class SequenceReadouts:
     """
 
     def __init__(self, request: Request) -> None:
-        """Hold nothing."""
+        """Initialize with no values."""
         self._asked, self._prompt = request.readouts, len(request.prompt)
         self._parts: list[list[tuple[int, Values]]] = [[] for _ in self._asked]  # by first position, ascending
         self.known = [one.tokens.first for one in self._asked]

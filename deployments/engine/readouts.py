@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from deployments.engine.gates import Leaf, Read, decide
+from deployments.engine.gates import CheckedValues, ThresholdCheck, decide
 from deployments.engine.read_values import SequenceReadouts, Values
-from deployments.engine.request import Asked, Request
+from deployments.engine.request import Request, ResolvedReadout
 from deployments.places.place import Place
 from deployments.readouts.values import Readout, Stack, largest
 
@@ -42,13 +42,13 @@ class ReadSpan:
 
 @dataclass(frozen=True)
 class _Taker:
-    """Who reads consecutive rows at a place: a leaf, or a sequence's readout of this index."""
+    """Who reads consecutive rows at a place: a check, or a sequence's readout of this index."""
 
     readout: Readout
     row: int
     first: int
     count: int
-    leaf: Leaf | None = None
+    check: ThresholdCheck | None = None
     span: ReadSpan | None = None
     index: int = 0
 
@@ -60,7 +60,7 @@ class Stacks:
         self._of: OrderedDict[tuple[Readout, ...], Stack] = OrderedDict()
 
     def of(self, readouts: Iterable[Readout]) -> Stack:
-        """Those of these, each once."""
+        """The stack of these readouts, each once."""
         key = tuple(dict.fromkeys(readouts))
         if key not in self._of:
             self._of[key] = Stack(key)
@@ -87,7 +87,7 @@ class ReadoutReader:
     """
 
     def __init__(self, spans: Sequence[ReadSpan], stacks: Stacks) -> None:
-        """Find who reads what.
+        """Find the readers of each place.
 
         Args:
             spans: The sequences that run.
@@ -107,17 +107,17 @@ class ReadoutReader:
         if place in self._takers:
             self._found += _read(self._takers[place], value.reshape(-1, math.prod(place.shape)), self._stacks)
 
-    def read_here(self, leaves: Sequence[tuple[Leaf, int, int, int]], rows: torch.Tensor) -> None:
-        """Have leaves read rows [rows, ...] that are about to be changed.
+    def read_here(self, checks: Sequence[tuple[ThresholdCheck, int, int, int]], rows: torch.Tensor) -> None:
+        """Have checks read rows [rows, ...] that are about to be changed.
 
         Args:
-            leaves: With its first row among these, which of the leaf's that is, and how many.
+            checks: With its first row among these, which of the check's that is, and how many.
             rows: The rows.
         """
-        takers = [_Taker(leaf.source.readout, row, first, count, leaf) for leaf, row, first, count in leaves]
+        takers = [_Taker(check.source.readout, row, first, count, check) for check, row, first, count in checks]
         _read(takers, rows.flatten(1), self._stacks)
 
-    def keep(self) -> dict[int, tuple[Leaf, int]]:
+    def keep(self) -> dict[int, tuple[ThresholdCheck, int]]:
         """Hand the values out.
 
         Returns:
@@ -152,17 +152,17 @@ def _takers(span: ReadSpan) -> Iterable[tuple[Place, _Taker]]:
             row = span.row + first - span.start
             yield one.source.place, _Taker(one.source.readout, row, first, last - first, None, span, index)
     for gate in span.request.gates:
-        for leaf in gate.leaves:
-            first, last = max(span.start, leaf.known), min(stop, leaf.stop or stop)
-            if first < last and not leaf.here:
+        for check in gate.checks:
+            first, last = max(span.start, check.known), min(stop, check.stop or stop)
+            if first < last and not check.here:
                 row = span.row + first - span.start
-                yield leaf.source.place, _Taker(leaf.source.readout, row, first, last - first, leaf)
+                yield check.source.place, _Taker(check.source.readout, row, first, last - first, check)
 
 
 def _read(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks) -> list[_Found]:
-    """Compute on rows [rows, hidden] what takers want; leaves decide at once."""
+    """Compute on rows [rows, hidden] what takers want; checks decide at once."""
     linear = [taker for taker in takers if taker.readout.spec.kind == "linear"]
-    found, reads = list[_Found](), list[Read]()
+    found, reads = list[_Found](), list[CheckedValues]()
     if linear:
         found.append(_read_linear(linear, rows, stacks, reads))
     others: dict[Readout, list[_Taker]] = {}
@@ -185,7 +185,7 @@ def _compact(takers: Sequence[_Taker], rows: torch.Tensor) -> tuple[torch.Tensor
     return rows[torch.tensor(wanted, device=rows.device)], {row: i for i, row in enumerate(wanted)}
 
 
-def _read_linear(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks, reads: list[Read]) -> _Found:
+def _read_linear(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks, reads: list[CheckedValues]) -> _Found:
     stack = stacks.of(taker.readout for taker in takers)
     some, at = _compact(takers, rows)
     values = stack.values(some)
@@ -193,19 +193,21 @@ def _read_linear(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks, r
     for taker in takers:
         first = stack.first[taker.readout]
         rows_of = slice(at[taker.row], at[taker.row] + taker.count)
-        if taker.leaf is None:
+        if taker.check is None:
             found.parts.append((taker, rows_of, slice(first, first + taker.readout.count)))
         else:
-            reads.append(Read(taker.leaf, values[rows_of, first + taker.leaf.column], taker.first))
+            reads.append(CheckedValues(taker.check, values[rows_of, first + taker.check.column], taker.first))
     return found
 
 
-def _read_features(readout: Readout, takers: Sequence[_Taker], rows: torch.Tensor, reads: list[Read]) -> list[_Found]:
-    """An autoencoder's features, a few rows at a time: of each row the largest, and those that leaves read."""
+def _read_features(
+    readout: Readout, takers: Sequence[_Taker], rows: torch.Tensor, reads: list[CheckedValues]
+) -> list[_Found]:
+    """An autoencoder's features, a few rows at a time: of each row the largest, and those that checks read."""
     some, at = _compact(takers, rows)
     tops = [asked.top_k or 0 for asked in map(_asked, takers) if asked]
     most = min(max(tops, default=0), readout.count)
-    columns = [taker.leaf.column for taker in takers if taker.leaf]
+    columns = [taker.check.column for taker in takers if taker.check]
     values, index, read = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for part_of in torch.split(some, readout.rows_at_once):
         dense = readout.encode(part_of)  # [rows, features]
@@ -215,11 +217,11 @@ def _read_features(readout: Readout, takers: Sequence[_Taker], rows: torch.Tenso
         if columns:
             read.append(dense[:, columns])
     if columns:
-        joined, leaves = torch.cat(read), [taker for taker in takers if taker.leaf]
-        for i, taker in enumerate(leaves):
-            assert taker.leaf is not None
+        joined, checks = torch.cat(read), [taker for taker in takers if taker.check]
+        for i, taker in enumerate(checks):
+            assert taker.check is not None
             rows_of = slice(at[taker.row], at[taker.row] + taker.count)
-            reads.append(Read(taker.leaf, joined[rows_of, i], taker.first))
+            reads.append(CheckedValues(taker.check, joined[rows_of, i], taker.first))
     if not most:
         return []
     found = _Found(torch.cat(values), torch.cat(index))
@@ -230,5 +232,5 @@ def _read_features(readout: Readout, takers: Sequence[_Taker], rows: torch.Tenso
     return [found]
 
 
-def _asked(taker: _Taker) -> Asked | None:
+def _asked(taker: _Taker) -> ResolvedReadout | None:
     return taker.span.request.readouts[taker.index] if taker.span else None

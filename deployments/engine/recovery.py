@@ -90,6 +90,6 @@ class Recovery:
         message = (
             f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
             f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "
-            f"{size} of keys and values: ask for less"
+            f"{size} of keys and values: shorten the prompt or lower max_tokens"
         )
         return Failure(seq, message, "out_of_memory")

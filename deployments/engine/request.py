@@ -37,13 +37,13 @@ class Sampling:
         top_p: Draw from the smallest set of tokens whose probability reaches this.
         top_k: Draw from this many likeliest tokens; 0 for all.
         seed: Makes the draw repeatable.
-        min_p: Draw from tokens at least this times as likely as the likeliest.
-        repetition_penalty: Makes tokens of the prompt and the answer less likely, above 1; more likely, below.
-        presence_penalty: Taken off the logits of tokens that the answer has.
-        frequency_penalty: Taken off a token's logit for each time that the answer has it.
-        logit_bias: Token id -> what is added to its logit.
-        min_tokens: Before so many tokens nothing ends the text: no end token or stop token id is drawn, and a
-            stop string is text like any other.
+        min_p: Draw from tokens whose probability is at least this fraction of the likeliest token's.
+        repetition_penalty: Above 1, makes tokens of the prompt and the answer less likely; below 1, more likely.
+        presence_penalty: Subtracted from the logits of tokens that occur in the answer.
+        frequency_penalty: Subtracted from a token's logit for each time it occurs in the answer.
+        logit_bias: Token id -> the number added to its logit.
+        min_tokens: Nothing ends the text before this many tokens: no end token or stop token id is drawn, and a
+            stop string is ordinary text.
     """
 
     temperature: float = 1.0
@@ -62,16 +62,16 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class LensLayers(NamedTuple):
-    """What to say of layers: which tokens come of their outputs by the final norm and head.
+    """A request for the logit lens: the final norm and head applied to the outputs of layers.
 
     Attributes:
-        layers: Which, from 0.
+        layers: The layers, from 0.
         points: Their outputs.
-        top_k: How many likeliest tokens of each.
+        top_k: How many top tokens of each layer to return.
         targets: Ids of tokens whose logprob and rank are returned as well.
-        prompt: Behind which tokens of the prompt.
-        generated: Whether each new token gets one, too.
-        last: The last layer's output, where the target of each token is what this puts first.
+        prompt: The prompt's tokens after which the lens is computed.
+        generated: Whether it is computed for each new token as well.
+        last: The last layer's output, if the target of each token is the top token of the last layer.
     """
 
     layers: tuple[int, ...]
@@ -84,24 +84,24 @@ class LensLayers(NamedTuple):
 
 
 class LayerTokens(NamedTuple):
-    """What comes of one layer's output.
+    """The logit lens of one layer's output; empty if its values are not finite.
 
     Attributes:
-        top: The likeliest tokens; none where its values are not finite.
-        targets: (token id, logprob, rank from 1) of each of the lens' targets, likewise.
+        top: The top tokens.
+        targets: (token id, logprob, rank from 1) of each target of the lens.
     """
 
     top: Likeliest = ()
     targets: tuple[tuple[int, float, int], ...] = ()
 
 
-class Asked(NamedTuple):
-    """A readout whose values a request wants.
+class ResolvedReadout(NamedTuple):
+    """A readout that a request asks for, found on the server.
 
     Attributes:
         source: The readout, and where it reads.
-        tokens: Of which tokens.
-        top_k: Of an autoencoder, how many features of each; None of others.
+        tokens: The tokens to compute it for.
+        top_k: For an autoencoder, how many features of each token to return; None for others.
     """
 
     source: Source
@@ -120,10 +120,10 @@ class ReadoutRows:
     """Rows of a readout.
 
     Attributes:
-        index: Which of the request's.
-        positions: Of their tokens in prompt + generated, ascending.
-        values: Of each row.
-        features: Of an autoencoder, whose values they are; None of others.
+        index: The readout's index in the request.
+        positions: The tokens' positions in prompt + generated, ascending.
+        values: The values of each row.
+        features: For an autoencoder, the feature indices of the values; None for others.
     """
 
     index: int
@@ -147,24 +147,24 @@ class Request:
     Attributes:
         id: Unique among running requests.
         prompt: Token ids, at least one.
-        max_tokens: At most so many new tokens; 0 runs the prompt through and generates nothing.
+        max_tokens: The most new tokens; 0 runs the prompt through the model and generates nothing.
         sampling: How tokens are drawn.
         stop: Strings that end the text; they are not part of it.
         stop_token_ids: Token ids that end the text as the model's end tokens do: among the tokens, not in the text.
-        ignore_eos: Generate on behind the model's end tokens.
-        grammar: What the text must look like; None where any will do.
-        markers: Special tokens that are text to whoever reads it, and how they read; others are left out.
-        logprobs: With each token give its logprob and those of so many likeliest tokens; None for neither.
-        prompt_logprobs: Give the same of the prompt's tokens, before the first new one; None for nothing.
+        ignore_eos: Continue after the model's end tokens.
+        grammar: A grammar that the text must follow; None for any text.
+        markers: Special tokens that appear in the text, with their spelling; others are left out.
+        logprobs: Return each token's logprob, and those of this many top tokens; None for neither.
+        prompt_logprobs: Return the same for the prompt's tokens, before the first new one; None for nothing.
         capture: What to record, with its points resolved; both or neither.
-        points: The places that `capture` means, in the order of execution.
-        edits: What is changed on the way, in this order at each place, before it is recorded.
-        lens: With each token say what layers make of it; None for nothing.
-        readouts: Readouts whose values are wanted.
-        stop_when: The answer ends before the token that would follow a row that met it; None for never.
-        streamed: Say what each step adds; without, all of it comes with the end.
-        owner: Keys and values of a beginning are shared with requests of the same owner alone: how many of a prompt's
-            tokens were there already would tell one of another's prompts.
+        points: The points that `capture` selects, in the order of execution.
+        edits: Changes, applied in this order at each place, before recording.
+        lens: The logit lens to return with each token; None for none.
+        readouts: Readouts whose values are returned.
+        stop_when: The answer ends before the token that would follow a row that met this; None for never.
+        streamed: Return what each step adds; otherwise everything comes with the end.
+        owner: A prefix's keys and values are shared only among requests of the same owner, because the number of
+            reused tokens would reveal another owner's prompts.
     """
 
     id: str
@@ -182,7 +182,7 @@ class Request:
     points: tuple[Point, ...] = ()
     edits: tuple[Edit, ...] = field(default=(), hash=False)
     lens: LensLayers | None = None
-    readouts: tuple[Asked, ...] = ()
+    readouts: tuple[ResolvedReadout, ...] = ()
     stop_when: Gate | None = field(default=None, hash=False)
     streamed: bool = True
     owner: str | None = None
@@ -195,9 +195,9 @@ class Request:
 
 
 class Rows(NamedTuple):
-    """Rows that a request has recorded and hands out before its end; the next follow behind them.
+    """Rows that a request has recorded and hands out before its end, in order.
 
-    Who keeps them says so by `Engine.written`.
+    Their consumer reports by `Engine.written` that it has stored them.
     """
 
     id: str
@@ -205,10 +205,10 @@ class Rows(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """How likely the model itself held a token, before temperature, penalties and bias.
+    """A token's probability by the model itself, before temperature, penalties and bias.
 
     Attributes:
-        logprob: The token's, natural.
+        logprob: The token's natural logarithm of probability.
         top: The likeliest tokens.
         offset: Characters of the text before this token.
     """
@@ -219,11 +219,11 @@ class Logprob(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """How likely each token of a request's prompt was behind those before it.
+    """The probability of each token of a request's prompt after those before it.
 
     Attributes:
         id: The request.
-        logprobs: One for each token from the second on; the first has nothing before it. Their offsets say nothing.
+        logprobs: One for each token from the second on; the first has none. Their offsets have no meaning.
     """
 
     id: str
@@ -236,10 +236,10 @@ class Delta(NamedTuple):
     Attributes:
         id: The request.
         tokens: New tokens.
-        text: The text that is now whole.
-        logprobs: One for each of `tokens`, where the request asks for them.
-        lens: For each of `tokens` and layer of the request's lens what comes of it.
-        readouts: Rows of readouts that were computed since the last.
+        text: New text, up to the last complete character.
+        logprobs: One for each of `tokens`, if the request asks for them.
+        lens: The logit lens for each of `tokens` and each layer of the request's lens.
+        readouts: Rows of readouts computed since the last delta.
     """
 
     id: str
@@ -282,16 +282,16 @@ class Finished:
         reason: Why it ended.
         prompt: Its prompt's token ids.
         tokens: All generated token ids, an end token included.
-        captured: What was recorded and not handed out before, where capture was asked for and the request was
-            not cut off.
+        captured: Recorded rows that were not handed out before, if capture was requested and the request was not
+            cut off.
         error: What went wrong, for `reason` "error"; or why there is nothing captured.
         code: A stable word for the error.
-        rest: What no `Delta` said before.
-        prompt_lens: The lens' tokens of the prompt by their positions, ascending, and what comes of each layer there.
-        cached: Tokens of the prompt that were run for an earlier request with the same beginning.
-        memory: What was held while it ran.
-        readouts: Rows of readouts that no `Delta` had.
-        stop_reason: Which row ended it, where its `stop_when` did.
+        rest: What no earlier `Delta` contained.
+        prompt_lens: The lens at the prompt's chosen positions, ascending: each position, with each layer's result.
+        cached: Tokens of the prompt that were reused from an earlier request with the same prefix.
+        memory: The memory held while it ran.
+        readouts: Rows of readouts that no earlier `Delta` contained.
+        stop_reason: The row that ended it, if its `stop_when` did.
     """
 
     id: str

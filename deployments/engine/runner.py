@@ -1,4 +1,4 @@
-"""One forward: prompts' pieces and the next token of every sequence that decodes, packed one behind the other."""
+"""One forward: prompts' pieces and the next token of every sequence that decodes, packed one after the other."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from deployments.engine.capture.ring import CaptureRing, places_of
 from deployments.engine.decoding.lens_reader import LensReader, LensRow
 from deployments.engine.decoding.prompt_logprobs import read, spans_of
 from deployments.engine.edit_plans import Plans, Span
-from deployments.engine.gates import Leaf
+from deployments.engine.gates import ThresholdCheck
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.readouts import ReadoutReader, ReadSpan, Stacks
 from deployments.engine.request import LayerTokens
 from deployments.engine.scheduler import Piece
 from deployments.engine.sequence import Sequence as EngineSequence
-from deployments.model.kv_cache import Segment
+from deployments.model.kv_cache import TokenSpan
 from deployments.model.model import Model
 from deployments.places.place import Place
 
@@ -37,7 +37,7 @@ class ForwardResult(NamedTuple):
     sequences: list[EngineSequence]
     logits: torch.Tensor
     lens: Mapping[int, tuple[LayerTokens, ...]] = MappingProxyType({})
-    stopped: Mapping[int, tuple[Leaf, int]] = MappingProxyType({})
+    stopped: Mapping[int, tuple[ThresholdCheck, int]] = MappingProxyType({})
 
 
 class Runner:
@@ -83,7 +83,7 @@ class Runner:
         wanted = [_last_row(piece) for piece in deciding] + [row for one in scored for row in one.rows]
         logits = model.forward(
             [token for piece in pieces for token in _tokens(piece)],
-            [Segment(piece.sequence.kv, piece.start, piece.count) for piece in pieces],
+            [TokenSpan(piece.sequence.kv, piece.start, piece.count) for piece in pieces],
             wanted,
             self._memory.cache,
             places,
@@ -173,7 +173,7 @@ class _Capture:
 
     Attributes:
         places: What to visit.
-        readers: Of each place of attention patterns, the segments whose are read.
+        readers: Of each place of attention patterns, the spans whose are read.
     """
 
     def __init__(self, ring: CaptureRing, pieces: Sequence[Piece]) -> None:

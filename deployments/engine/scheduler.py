@@ -14,7 +14,7 @@ from deployments.model.kv_cache import PAGE
 
 MIN_PROMPT_TOKENS = 32  # of a forward: with no memory for these, a request cannot be served
 MOST_OVERTAKING = 64  # later sequences that are taken in before one that does not fit yet
-MOST_BLOCKED = 16  # that do not fit: a step looks at no others behind them
+MOST_BLOCKED = 16  # that do not fit: a step looks at no others after them
 MOST_LOOKUPS = 2  # of beginnings whose pages others hold, in one step: each takes time in proportion to its length
 RECOVERY_FORWARDS = 64  # forwards without a failure after which limits are doubled again
 
@@ -37,7 +37,7 @@ class Piece:
 
     @property
     def decides(self) -> bool:
-        """Whether it runs the sequence's last token, behind which the next is drawn."""
+        """Whether it runs the sequence's last token, after which the next is drawn."""
         return self.start + self.count == self.sequence.length
 
 
@@ -56,7 +56,7 @@ class Scheduler:
     def __init__(
         self, memory: KvMemory, max_running: int, prompt_tokens: int, capture_budget: CaptureBudget, packs: bool
     ) -> None:
-        """Hold nothing yet.
+        """Initialize with no sequences.
 
         Args:
             memory: Where keys and values go.

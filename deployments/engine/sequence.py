@@ -115,7 +115,7 @@ class Sequence:
             firsts.append(self.recording.next_wanted)
         if self.scores:
             firsts.append(len(self.scores.logprobs))
-        firsts += [leaf.known for gate in request.gates for leaf in gate.leaves if not leaf.here]
+        firsts += [check.known for gate in request.gates for check in gate.checks if not check.here]
         firsts += self.readouts.known if self.readouts else []
         if request.lens:
             firsts += [next(iter(self.lensed(0, prompt)), prompt)]

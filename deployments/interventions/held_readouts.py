@@ -31,7 +31,7 @@ class HeldReadouts:
         pool: Executor,
         batch_invariant: bool = False,
     ) -> None:
-        """Hold none.
+        """Initialize an empty cache.
 
         Args:
             model: What clients name the model by.
@@ -105,9 +105,8 @@ class HeldReadouts:
         if own + size > self._most or own == self._bytes:
             message = f"the request's readouts take at least {own + size} bytes, and the server's limit is {self._most}"
             raise RequestError(message, field, "readouts_too_large")
-        raise RequestError(
-            "there is no room now next to other requests' readouts: try again later", field, "server_busy", 429
-        )
+        message = "other requests' readouts take the memory that this one needs: try again later"
+        raise RequestError(message, field, "server_busy", 429)
 
     @property
     def _bytes(self) -> int:

@@ -143,7 +143,7 @@ def _patches(
     alike = [point for point in points if point.shape == points[0].shape]
     if len(alike) < len(points):
         raise RequestError(
-            "its points have rows of different shapes: give each its own operation with a point of the run",
+            "its points have rows of different shapes: use one operation for each, with a point of the run",
             f"{field}.from",
         )
     return [replace(first, point=point) for point in points]  # which share the rows
@@ -156,7 +156,7 @@ def _patch(spec: Change, rows: torch.Tensor, point: Point, field: str, device: t
         rows = rows.view(len(rows), *point.shape)  # by heads, or not
     if rows.shape[1:] != point.shape:
         has, needs = list(rows.shape[1:]), list(point.shape)
-        message = f"the run's rows have the shape {has}, those of {point.name} {needs}: record them whole"
+        message = f"the run's rows have the shape {has}, those of {point.name} have {needs}: record whole rows"
         raise RequestError(message, f"{field}.from.point")
     if not rows.dtype.is_floating_point or not rows.isfinite().all():
         raise RequestError("the run's rows have values that are not finite", f"{field}.from")
@@ -172,8 +172,8 @@ def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most
     if len(set(listed)) < len(listed):
         raise RequestError("a token is listed twice: list each token once", f"{field}.tokens")
     if len(listed) != len(rows):
-        counted = ", as many as prompt and max_tokens make at most" if tokens.stop is None and not tokens.few else ""
-        message = f"{len(rows)} rows of the stored run for {len(listed)} tokens{counted}: both must be as many"
+        counted = " (all of prompt and max_tokens)" if tokens.stop is None and not tokens.few else ""
+        message = f"{len(rows)} rows of the stored run cannot replace those of {len(listed)} tokens{counted}"
         raise RequestError(message, f"{field}.from.tokens")
     if sorted(listed) == list(listed):
         return rows
@@ -183,7 +183,8 @@ def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most
 def _part(spec: Change, point: Point, field: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """The heads and features of a point that are changed; None for all."""
     if not point.place.dtype.is_floating_point:
-        raise RequestError(f"{point.name} has {point.place.dtype} numbers, which are not activations", f"{field}.point")
+        message = f"{point.name} has values of dtype {point.place.dtype}, which are not activations"
+        raise RequestError(message, f"{field}.point")
     return _heads(spec, point, field), _features(spec.features, point, field)
 
 
@@ -221,11 +222,11 @@ def _fitted(
     if count > 1 and len(vector) == count * width:
         return vector.view(count, width)
     each = f", or {count * width} for {count} heads" if count > 1 else ""
-    raise RequestError(f"{len(vector)} numbers: {width} are changed at {point.name}{each}", f"{field}.vector")
+    raise RequestError(f"{len(vector)} numbers, but {point.name} needs {width}{each}", f"{field}.vector")
 
 
 def _tokens(choice: TokenChoice, prompt: int, most: int, field: str) -> Tokens:
     tokens = resolve_ahead(choice, prompt, most, field)
     if isinstance(choice, Positions) and max(choice.positions) >= most:
-        raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", field)
+        raise RequestError(f"prompt and answer have positions 0 to {most - 1}", field)
     return tokens

@@ -45,7 +45,7 @@ class StoredTensors:
     """One replica's way to them, within a number of bytes for all its jobs together."""
 
     def __init__(self, points: Points, store: Any, reader: Any, most: int) -> None:
-        """Begin with nothing lent.
+        """Initialize with no tensors held.
 
         Args:
             points: The model's.
@@ -135,7 +135,7 @@ class StoredTensors:
             return [(point.name, point.module) for point in points]
         names = self._names(source.point)
         if len(names) not in (1, len(points)):
-            message = f"{source.point} means {len(names)} points, {spec.point} {len(points)}"
+            message = f"{source.point} matches {len(names)} points, but {spec.point} matches {len(points)}"
             raise RequestError(message, f"{field}.from.point")
         return names
 
@@ -155,6 +155,6 @@ class StoredTensors:
             message = f"the request's tensors and stored rows take {own} bytes, and the server's limit is {self._most}"
             raise RequestError(message, field, "rows_too_large")
         if own + sum(size for other, size in self._lent.items() if other != job) > self._most:
-            message = "there is no room now next to other requests' tensors and stored rows: try again later"
+            message = "other requests' tensors and stored rows take the memory that this one needs: try again later"
             raise RequestError(message, field, "server_busy", 429)
         self._lent[job] = own

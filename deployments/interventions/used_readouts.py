@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from deployments.engine.gates import Gate, Leaf, Source
-from deployments.engine.request import Asked
+from deployments.engine.gates import Gate, Source, ThresholdCheck
+from deployments.engine.request import ResolvedReadout
 from deployments.errors import RequestError
 from deployments.places.place import Point
 from deployments.places.points import Points
@@ -19,7 +19,7 @@ class UsedReadouts:
     """The readouts that a request's fields name."""
 
     def __init__(self, sources: Mapping[str, tuple[Source, Point]], asked: Mapping[str, AskedReadout]) -> None:
-        """Take those that are there.
+        """Initialize with the readouts that were found.
 
         Args:
             sources: By their names, with their points.
@@ -48,7 +48,7 @@ class UsedReadouts:
             sources[name] = Source(readout, point.place, name), point
         return cls(sources, {one.name: one for one in asked})
 
-    def values(self, prompt: int, most: int, ends: Ends) -> tuple[Asked, ...]:
+    def values(self, prompt: int, most: int, ends: Ends) -> tuple[ResolvedReadout, ...]:
         """What a sequence asks for.
 
         Args:
@@ -69,8 +69,8 @@ class UsedReadouts:
             choice = placed(one.tokens, ends, f"{field}.tokens")
             tokens = resolve(choice, prompt, f"{field}.tokens")
             if isinstance(choice, Positions) and max(choice.positions) >= most:
-                raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", f"{field}.tokens")
-            found.append(Asked(source, tokens, (one.top_k or DEFAULT_TOP_K) if is_sae else None))
+                raise RequestError(f"prompt and answer have positions 0 to {most - 1}", f"{field}.tokens")
+            found.append(ResolvedReadout(source, tokens, (one.top_k or DEFAULT_TOP_K) if is_sae else None))
         return tuple(found)
 
     def autoencoder(self, name: str, field: str) -> tuple[Source, Point]:
@@ -98,7 +98,7 @@ class UsedReadouts:
             RequestError: It is on what the request does not use, or acts too late for the prompt's tokens.
         """
 
-        def leaf(spec: Threshold) -> Leaf:
+        def check(spec: Threshold) -> ThresholdCheck:
             source, column = self._value(spec, field)
             lag = int(source.place.order > point.place.order)
             if lag and tokens.first < prompt:
@@ -107,9 +107,9 @@ class UsedReadouts:
                     "choose generated tokens"
                 )
                 raise RequestError(message, field, "gate_too_late")
-            return Leaf(source, column, spec, tokens, lag, here=source.place == point.place)
+            return ThresholdCheck(source, column, spec, tokens, lag, here=source.place == point.place)
 
-        return Gate(condition, leaf)
+        return Gate(condition, check)
 
     def stop(self, condition: Condition, prompt: int, field: str = "stop_when") -> Gate:
         """What ends a sequence's answer: it reads from the row on that decides the first token.
@@ -118,11 +118,11 @@ class UsedReadouts:
             RequestError: It is on what the request does not use.
         """
 
-        def leaf(spec: Threshold) -> Leaf:
+        def check(spec: Threshold) -> ThresholdCheck:
             source, column = self._value(spec, field)
-            return Leaf(source, column, spec, Tokens(prompt - 1))
+            return ThresholdCheck(source, column, spec, Tokens(prompt - 1))
 
-        return Gate(condition, leaf)
+        return Gate(condition, check)
 
     def _value(self, spec: Threshold, field: str) -> tuple[Source, int]:
         if spec.readout not in self._asked:
@@ -146,9 +146,10 @@ def point_of(points: Points, name: str, hidden: int, field: str) -> Point:
     """
     found = points.named(name, field)
     if len(found) != 1:
-        raise RequestError(f"{name} means {len(found)} points: a readout reads one", field)
+        raise RequestError(f"{name} matches {len(found)} points, but a readout reads only one", field)
     if not found[0].place.dtype.is_floating_point:
         raise RequestError(f"{name} holds no activations", field)
     if (width := math.prod(found[0].shape)) != hidden:
-        raise RequestError(f"its rows have {hidden} entries, those of {name} {width}", field, "wrong_size")
+        message = f"the readout needs rows of {hidden} entries, but those of {name} have {width}"
+        raise RequestError(message, field, "wrong_size")
     return found[0]

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from transformers.modeling_utils import AttentionInterface
 
-from deployments.model.kv_cache import PAGE, Packed, PagedCache, Segment
+from deployments.model.kv_cache import PAGE, Packed, PagedCache, TokenSpan
 from deployments.model.native import Call, kernel
 from deployments.places.attention_patterns import ROWS, patterns_of
 
@@ -106,7 +106,7 @@ def _attend(
         is_causal: Not False.
 
     Returns:
-        [1, rows, heads, features]; and of each segment whose patterns are shown [heads, tokens, keys].
+        [1, rows, heads, features]; and of each span whose patterns are shown [heads, tokens, keys].
 
     Raises:
         TypeError: The model asks for what packed rows cannot have.
@@ -133,23 +133,23 @@ def _attend(
 def _shown_patterns(
     packed: Packed, shown: Sequence[int], layer: Any, query: torch.Tensor, weighting: _Weighting
 ) -> list[torch.Tensor]:
-    """Of each segment that is shown, its patterns [heads, tokens, keys]."""
+    """Of each span that is shown, its patterns [heads, tokens, keys]."""
 
-    def pattern(segment: Segment, first: int, keys: torch.Tensor) -> torch.Tensor:
-        queries = query[:, :, first : first + segment.count].clone(memory_format=torch.contiguous_format)
-        return _patterns(queries, keys[None], _reads(segment, weighting.window, query.device), weighting)[0]
+    def pattern(span: TokenSpan, first: int, keys: torch.Tensor) -> torch.Tensor:
+        queries = query[:, :, first : first + span.count].clone(memory_format=torch.contiguous_format)
+        return _patterns(queries, keys[None], _reads(span, weighting.window, query.device), weighting)[0]
 
     patterns = []
     for index in shown:
-        segment, first = packed.segments[index], packed.firsts[index]
-        keys = _gathered_keys(layer, segment)
+        span, first = packed.spans[index], packed.firsts[index]
+        keys = _gathered_keys(layer, span)
         if not _running.batch_invariant:
-            patterns.append(pattern(segment, first, keys))
+            patterns.append(pattern(span, first, keys))
             continue
-        stop = segment.start + segment.count
-        patterns.append(query.new_zeros(query.shape[1], segment.count, stop))
-        for row in range(segment.count):
-            own = Segment(segment.kv, segment.start + row, 1)
+        stop = span.start + span.count
+        patterns.append(query.new_zeros(query.shape[1], span.count, stop))
+        for row in range(span.count):
+            own = TokenSpan(span.kv, span.start + row, 1)
             patterns[-1][:, row, : own.start + 1] = pattern(own, first + row, keys[:, : own.start + 1])[:, 0]
     return patterns
 
@@ -200,24 +200,24 @@ def _by_torch(
     layer.keys[pages, :, :, offsets] = key[0].transpose(0, 1)
     layer.values[pages, :, offsets, :width] = value[0].transpose(0, 1)
     out = query.new_empty(packed.rows, query.shape[1], width)
-    singles: list[tuple[int, Segment]] = []
-    for first, segment in zip(packed.firsts, packed.segments, strict=True):
-        if segment.count == 1:
-            singles.append((first, segment))
+    singles: list[tuple[int, TokenSpan]] = []
+    for first, span in zip(packed.firsts, packed.spans, strict=True):
+        if span.count == 1:
+            singles.append((first, span))
             continue
-        keys, values = _gathered(layer, segment, width)
-        reads = _reads(segment, weighting.window, device)
-        rows = slice(first, first + segment.count)
+        keys, values = _gathered(layer, span, width)
+        reads = _reads(span, weighting.window, device)
+        rows = slice(first, first + span.count)
         found = _products(query[:, :, rows], keys[None], values[None], reads, weighting)
         out[rows] = found[0].transpose(0, 1)
     for group in _alike(singles):
         at = torch.tensor([first for first, _ in group], device=device)
-        tables = [segment.kv.pages[: segment.start // PAGE + 1] for _, segment in group]
+        tables = [span.kv.pages[: span.start // PAGE + 1] for _, span in group]
         longest = max(map(len, tables))
         padded = torch.tensor([table + [0] * (longest - len(table)) for table in tables], device=device)
         keys = layer.keys[padded].permute(0, 2, 3, 1, 4).flatten(3)  # [group, kv_heads, head_dim, keys]
         values = layer.values[padded].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :width]
-        own = torch.tensor([segment.start for _, segment in group], device=device)[:, None]
+        own = torch.tensor([span.start for _, span in group], device=device)[:, None]
         reads = _read_by(own, longest * PAGE, weighting.window)  # [group, keys]
         unread = ~reads[:, None]  # what lies there may not be finite, and 0 x NaN is NaN
         keys, values = keys.masked_fill(unread[:, :, None], 0), values.masked_fill(unread[..., None], 0)
@@ -226,9 +226,9 @@ def _by_torch(
     return out
 
 
-def _alike(singles: Sequence[tuple[int, Segment]]) -> Iterator[list[tuple[int, Segment]]]:
+def _alike(singles: Sequence[tuple[int, TokenSpan]]) -> Iterator[list[tuple[int, TokenSpan]]]:
     """Single rows in groups of about the same length."""
-    group: list[tuple[int, Segment]] = []
+    group: list[tuple[int, TokenSpan]] = []
     for one in sorted(singles, key=lambda one: one[1].start):
         if group and one[1].start // PAGE + 1 > SPREAD * (group[0][1].start // PAGE + 1):
             yield group
@@ -238,29 +238,29 @@ def _alike(singles: Sequence[tuple[int, Segment]]) -> Iterator[list[tuple[int, S
         yield group
 
 
-def _gathered(layer: Any, segment: Segment, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's keys [kv_heads, keys, head_dim] and values [kv_heads, keys, features] up to a segment's end."""
-    stop = segment.start + segment.count
-    values = layer.values[_pages(layer, segment)].transpose(0, 1).flatten(1, 2)[:, :stop, :width]
-    return _gathered_keys(layer, segment), values
+def _gathered(layer: Any, span: TokenSpan, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence's keys [kv_heads, keys, head_dim] and values [kv_heads, keys, features] up to a span's end."""
+    stop = span.start + span.count
+    values = layer.values[_pages(layer, span)].transpose(0, 1).flatten(1, 2)[:, :stop, :width]
+    return _gathered_keys(layer, span), values
 
 
-def _gathered_keys(layer: Any, segment: Segment) -> torch.Tensor:
-    """A sequence's keys [kv_heads, keys, head_dim] up to a segment's end; each head's lie at a multiple of a page."""
-    keys: torch.Tensor = layer.keys[_pages(layer, segment)].permute(1, 0, 3, 2).flatten(1, 2)
-    return keys[:, : segment.start + segment.count]
+def _gathered_keys(layer: Any, span: TokenSpan) -> torch.Tensor:
+    """A sequence's keys [kv_heads, keys, head_dim] up to a span's end; each head's lie at a multiple of a page."""
+    keys: torch.Tensor = layer.keys[_pages(layer, span)].permute(1, 0, 3, 2).flatten(1, 2)
+    return keys[:, : span.start + span.count]
 
 
-def _pages(layer: Any, segment: Segment) -> torch.Tensor:
-    """The pages of a sequence up to a segment's end."""
-    stop = segment.start + segment.count
-    return torch.tensor(segment.kv.pages[: -(-stop // PAGE)], device=layer.keys.device)
+def _pages(layer: Any, span: TokenSpan) -> torch.Tensor:
+    """The pages of a sequence up to a span's end."""
+    stop = span.start + span.count
+    return torch.tensor(span.kv.pages[: -(-stop // PAGE)], device=layer.keys.device)
 
 
-def _reads(segment: Segment, window: int, device: torch.device) -> torch.Tensor:
-    """[1, 1, tokens, keys] which keys each token of a segment reads."""
-    stop = segment.start + segment.count
-    return _read_by(torch.arange(segment.start, stop, device=device)[:, None], stop, window)[None, None]
+def _reads(span: TokenSpan, window: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, tokens, keys] which keys each token of a span reads."""
+    stop = span.start + span.count
+    return _read_by(torch.arange(span.start, stop, device=device)[:, None], stop, window)[None, None]
 
 
 def _read_by(own: torch.Tensor, keys: int, window: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from deployments.places.place import Place
 from deployments.places.watching import attention_weights, first_tensor, with_first
 
 Visit = Callable[[Place, Any], torch.Tensor | None]  # gives what is to take the value's place, or nothing
-Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> segments of the forward, in ascending order
+Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> spans of the forward, in ascending order
 
 
 class Hooks:

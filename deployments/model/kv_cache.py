@@ -37,7 +37,7 @@ class SequenceKv:
 
 
 @dataclass(frozen=True)
-class Segment:
+class TokenSpan:
     """Consecutive tokens of one sequence within a forward.
 
     Attributes:
@@ -52,24 +52,24 @@ class Segment:
 
 
 class Packed:
-    """The rows of one forward, a segment behind the other, and where each reads and writes.
+    """The rows of one forward, span after span, and where each reads and writes.
 
     Attributes:
-        segments: In order.
+        spans: In order.
         rows: How many tokens in all.
         positions: [rows] position of each in its sequence.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = segments
-        counts = [segment.count for segment in segments]
+    def __init__(self, spans: Sequence[TokenSpan]) -> None:
+        self.spans = spans
+        counts = [span.count for span in spans]
         self.rows = sum(counts)
-        self.firsts = [0, *np.cumsum(counts)[:-1].tolist()]  # each segment's first row
-        if self.rows == len(segments):
-            self.positions = np.array([segment.start for segment in segments], dtype=np.int64)
+        self.firsts = [0, *np.cumsum(counts)[:-1].tolist()]  # each span's first row
+        if self.rows == len(spans):
+            self.positions = np.array([span.start for span in spans], dtype=np.int64)
         else:
-            spans = [np.arange(one.start, one.start + one.count) for one in segments]
-            self.positions = np.concatenate(spans).astype(np.int64)
+            ranges = [np.arange(one.start, one.start + one.count) for one in spans]
+            self.positions = np.concatenate(ranges).astype(np.int64)
 
     @cached_property
     def reads(self) -> int:
@@ -78,23 +78,23 @@ class Packed:
 
     @cached_property
     def pages(self) -> torch.Tensor:
-        """Page numbers of all sequences, int32, one sequence behind the other."""
-        return torch.from_numpy(np.concatenate([np.asarray(s.kv.pages, dtype=np.int32) for s in self.segments]))
+        """Page numbers of all sequences, int32, one sequence after the other."""
+        return torch.from_numpy(np.concatenate([np.asarray(s.kv.pages, dtype=np.int32) for s in self.spans]))
 
     @cached_property
     def table(self) -> torch.Tensor:
         """[rows] where each row's sequence begins in `pages`, int32."""
-        sizes = [len(segment.kv.pages) for segment in self.segments]
+        sizes = [len(span.kv.pages) for span in self.spans]
         begins = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int32)
-        return torch.from_numpy(np.repeat(begins, [segment.count for segment in self.segments]))
+        return torch.from_numpy(np.repeat(begins, [span.count for span in self.spans]))
 
     @cached_property
     def units(self) -> torch.Tensor:
         """[units, 2] first row and number of rows that the kernel takes at once, int32."""
         found = [
-            (first + at, min(UNIT_ROWS, segment.count - at))
-            for first, segment in zip(self.firsts, self.segments, strict=True)
-            for at in range(0, segment.count, UNIT_ROWS)
+            (first + at, min(UNIT_ROWS, span.count - at))
+            for first, span in zip(self.firsts, self.spans, strict=True)
+            for at in range(0, span.count, UNIT_ROWS)
         ]
         return torch.tensor(found, dtype=torch.int32)
 
@@ -129,7 +129,7 @@ class PagedCache(Cache):
     """
 
     def __init__(self, pages: int = 1, like: PagedCache | None = None) -> None:
-        """Have room for so many pages.
+        """Allocate a number of pages.
 
         Args:
             pages: How many.

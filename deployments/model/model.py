@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from deployments.model.attention import configs_of, packed_attention
 from deployments.model.hooks import Hooks, Readers, Visit
 from deployments.model.invariance import make_batch_invariant
-from deployments.model.kv_cache import Packed, PagedCache, Segment
+from deployments.model.kv_cache import Packed, PagedCache, TokenSpan
 from deployments.model.packing import UnsupportedModelError, find_packing
 from deployments.model.unembedding import Unembedding
 from deployments.model.weights import SharedWeights
@@ -50,7 +50,7 @@ class Model:
         batch_invariant: Whether a sequence has the same bits in any company.
         shared: What other processes need to run it on the same weights, where they may.
         revision: Which files it was loaded from, as `revision_of` says it.
-        readout: From a layer's output to logits.
+        unembedding: From a layer's output to logits.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Model:
     def forward(
         self,
         ids: Sequence[int],
-        segments: Sequence[Segment],
+        spans: Sequence[TokenSpan],
         wanted: Sequence[int],
         cache: PagedCache,
         places: Sequence[Place] = (),
@@ -115,23 +115,23 @@ class Model:
         every_logit: bool = False,
         readers: Readers = NO_READERS,
     ) -> torch.Tensor:
-        """Run tokens of many sequences, one behind the other, through the Hugging Face module.
+        """Run tokens of many sequences, one after the other, through the Hugging Face module.
 
         Args:
             ids: Token ids of all rows.
-            segments: Whose rows they are; a single one where the model's sequences share no forward.
+            spans: Whose rows they are; a single one where the model's sequences share no forward.
             wanted: The rows whose logits are wanted.
             cache: Where their keys and values lie.
             places: What to visit.
             visit: Called with each place and its value [rows, ...], of attention patterns a list of
                 [tokens, heads, keys] for each reader; may give what takes its place.
             every_logit: Run the head over every row instead of those whose logits are wanted, for who reads its rows.
-            readers: Of each place of attention patterns, the segments that are visited.
+            readers: Of each place of attention patterns, the spans that are visited.
 
         Returns:
             [wanted, vocabulary] logits.
         """
-        packed = Packed(segments)
+        packed = Packed(spans)
         rows = torch.tensor(wanted, dtype=torch.long, device=self.device)
         inputs: dict[str, Any] = {
             "input_ids": torch.tensor([list(ids)], device=self.device),
@@ -144,9 +144,9 @@ class Model:
                 with packed_attention(self._configs, cache, self.batch_invariant):
                     logits = self._visited(inputs | {"past_key_values": cache}, places, visit, readers)
             else:
-                (segment,) = segments
-                lone = segment.kv.lone = segment.kv.lone or DynamicCache()
-                _cut_back(lone, segment.start)  # a forward that failed may have left more in some layers
+                (span,) = spans
+                lone = span.kv.lone = span.kv.lone or DynamicCache()
+                _cut_back(lone, span.start)  # a forward that failed may have left more in some layers
                 logits = self._visited(inputs | {"past_key_values": lone}, places, visit, readers)
         finally:
             self._wanted = None

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from deployments.model.kv_cache import PAGE, PagedCache, Segment, SequenceKv
+from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' norm
 PROBE_LENGTHS = (9, 4, 6)  # of the prompts
@@ -41,7 +41,7 @@ class Model(Protocol):
     def vocabulary(self) -> int:
         """How many token ids the model has."""
 
-    def forward(self, ids: list[int], segments: list[Segment], wanted: list[int], cache: PagedCache) -> torch.Tensor:
+    def forward(self, ids: list[int], spans: list[TokenSpan], wanted: list[int], cache: PagedCache) -> torch.Tensor:
         """Run packed tokens; logits `[wanted, vocabulary]` of the wanted rows."""
 
 
@@ -93,10 +93,10 @@ def _together(model: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
     held = [SequenceKv([number]) for number in range(len(prompts))]
     assert max(map(len, prompts)) <= PAGE
     cuts = [len(prompts[0]) - 4, *(len(prompt) - 1 for prompt in prompts[1:])]
-    first = [Segment(kv, 0, cut) for kv, cut in zip(held, cuts, strict=True)]
+    first = [TokenSpan(kv, 0, cut) for kv, cut in zip(held, cuts, strict=True)]
     model.forward([id for prompt, cut in zip(prompts, cuts, strict=True) for id in prompt[:cut]], first, [0], cache)
-    rest = [Segment(kv, cut, len(prompt) - cut) for kv, cut, prompt in zip(held, cuts, prompts, strict=True)]
-    ends = torch.tensor([segment.count for segment in rest]).cumsum(0) - 1
+    rest = [TokenSpan(kv, cut, len(prompt) - cut) for kv, cut, prompt in zip(held, cuts, prompts, strict=True)]
+    ends = torch.tensor([span.count for span in rest]).cumsum(0) - 1
     ids = [id for prompt, cut in zip(prompts, cuts, strict=True) for id in prompt[cut:]]
     return list(model.forward(ids, rest, ends.tolist(), cache))
 
@@ -105,7 +105,9 @@ def _in_pieces(model: Model, prompt: list[int]) -> torch.Tensor:
     """[vocabulary] the same of one, in three pieces, the last a single token."""
     kv, cuts = SequenceKv(), (0, 2, len(prompt) - 1, len(prompt))
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        logits = model.forward(prompt[start:stop], [Segment(kv, start, stop - start)], [stop - start - 1], PagedCache())
+        logits = model.forward(
+            prompt[start:stop], [TokenSpan(kv, start, stop - start)], [stop - start - 1], PagedCache()
+        )
     return logits[0]
 
 

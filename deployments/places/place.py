@@ -21,7 +21,7 @@ class Place:
     side: Side
     order: int  # its turn in a forward; places are read in this order
     layout: Layout
-    shape: tuple[int, ...]  # one token's; of patterns (heads,), behind which an axis grows with the token's position
+    shape: tuple[int, ...]  # one token's; of patterns (heads,), after which an axis grows with the token's position
     dtype: torch.dtype
     # The layer to whose input the value is added, where the place is their sum: the residual stream between attention
     # and MLP, which no module reads or gives for others to change.

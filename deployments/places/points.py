@@ -98,7 +98,7 @@ class Points:
     def _find_streams(self, seen: Mapping[tuple[str, Side], torch.Tensor]) -> Iterator[tuple[str, Place]]:
         """`layers.{i}.resid_mid` of the layers that have it.
 
-        It is the sum of the layer's input and what a module inside gives, attention or a norm behind it, and what the
+        It is the sum of the layer's input and what a module inside gives, attention or a norm after it, and what the
         MLP or the norm before it reads. Parallel blocks have no such sum.
         """
         order = {key: i for i, key in enumerate(seen)}
@@ -128,7 +128,7 @@ class Points:
             field = f"savepoints[{i}].selector"
             name, *more = self._expand(savepoint.selector, field)
             if more:
-                raise RequestError("a savepoint is one point, and this names several", field)
+                raise RequestError("a savepoint is one point, but this selector matches several", field)
             point = self._lookup(name) or self._lookup(f"{name}.output") or self._refuse(name, field)
             self._savepoints[savepoint.name] = replace(point, name=savepoint.name)
 
@@ -155,7 +155,7 @@ class Points:
                 raise RequestError(message, "capture.features")
             most = max(features.index) + 1 if features and features.index else features and features.first
             if most and most > point.shape[-1]:
-                message = f"{name} has {point.shape[-1]} features, {most} were asked for"
+                message = f"{name} has {point.shape[-1]} features, fewer than the requested {most}"
                 raise RequestError(message, "capture.features")
         return tuple(sorted(found.values(), key=lambda point: point.place.order))
 

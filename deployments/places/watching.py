@@ -101,7 +101,7 @@ def by_tokens(place: Place, value: torch.Tensor, ids: torch.Tensor) -> torch.Ten
 
 
 def _are_patterns(value: torch.Tensor) -> bool:
-    """Whether values [batch, heads, tokens, tokens] sum to 1 over each token and those before it, and are 0 behind."""
+    """Whether values [batch, heads, tokens, tokens] sum to 1 over each token and those before it, and are 0 after."""
     if value.shape[2] != value.shape[3] or not value.is_floating_point():
         return False
     sums = value.float().sum(-1)

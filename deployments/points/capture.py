@@ -30,7 +30,7 @@ SampleId = Annotated[str, Field(max_length=256)]
 
 
 class Features(Strict):
-    """Which features (entries of the last axis) of each row to keep: the first n, or those listed."""
+    """The features (entries of a row's last axis) to record or change: the first n, or those listed."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -47,7 +47,7 @@ class Features(Strict):
 
 
 class Capture(Strict):
-    """Which activations of a request to record, of which tokens, and where they go."""
+    """The activations that a request records: points, tokens, and where they are returned or stored."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -77,7 +77,7 @@ class Capture(Strict):
         """
         for name, value in (("tags", self.tags), ("sample_id", self.sample_id)):
             if isinstance(value, list) and len(value) != count:
-                message = f"a list has one entry for each prompt: {len(value)} entries, {count} prompts"
+                message = f"the list has {len(value)} entries for {count} prompts: give one entry for each prompt"
                 raise RequestError(message, f"capture.{name}")
 
     def labels_of(self, prompt: int) -> tuple[str | None, dict[str, str]]:
@@ -101,8 +101,3 @@ class Capture(Strict):
         if self.features is not None:
             width = min(width, self.features.first) if self.features.first else len(self.features.index or ())
         return math.prod(heads) * width
-
-    @property
-    def names_points(self) -> bool:
-        """Whether the request says which points; otherwise the model's default ones are taken."""
-        return any(field is not None for field in (self.points, self.layers, self.sites))

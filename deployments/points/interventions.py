@@ -26,7 +26,7 @@ class _Spec(Strict):
 
 
 class _Intervention(_Spec):
-    """What all operations say: where, of which tokens, entries and heads, and on which condition."""
+    """The fields of all operations: point, tokens, features, heads and condition."""
 
     point: str = Field(min_length=1, max_length=256)
     tokens: TokenChoice = "all"
@@ -58,14 +58,14 @@ class Zero(_Intervention):
 
 
 class ProjectOut(_Intervention):
-    """x without its part along the vector."""
+    """x minus its projection onto the vector."""
 
     op: Literal["project_out"]
     vector: Vector
 
 
 class Clamp(_Intervention):
-    """x, each entry no less than min and no more than max."""
+    """x with each entry limited to min and max."""
 
     op: Literal["clamp"]
     min: Number | None = None
@@ -81,7 +81,7 @@ class Clamp(_Intervention):
 
 
 class StoredRows(_Spec):
-    """Rows of a stored run: of which tokens of it, at the operation's own point unless another is named."""
+    """Rows of a stored run: its tokens, and its point, which is by default the operation's own."""
 
     run_id: str = Field(min_length=1, max_length=256)
     point: str | None = Field(default=None, min_length=1, max_length=256)
@@ -89,7 +89,7 @@ class StoredRows(_Spec):
 
 
 class Replace(_Intervention):
-    """The vector in place of x, or a row of a stored run in place of each."""
+    """The vector, or a row of a stored run, instead of x."""
 
     op: Literal["replace"]
     vector: Vector | None = None
@@ -103,9 +103,9 @@ class Replace(_Intervention):
 
 
 class ChangeFeature(_Spec):
-    """x + (v - f) * W_dec[feature]: one feature f of an autoencoder becomes v, and what it leaves out stays.
+    """x + (v - f) * W_dec[feature]: one autoencoder feature changes from f to v; the reconstruction error stays.
 
-    `add` makes it f + value, `scale` value * f, `clamp` value, `zero` 0.
+    v is f + value for `add`, value * f for `scale`, value for `clamp`, and 0 for `zero`.
     """
 
     op: Literal["add", "scale", "clamp", "zero"]
@@ -118,7 +118,7 @@ class ChangeFeature(_Spec):
     @model_validator(mode="after")
     def _has_its_value(self) -> ChangeFeature:
         if (self.value is None) != (self.op == "zero"):
-            raise ValueError("value goes with add, scale and clamp, and with each of them")
+            raise ValueError("add, scale and clamp need value; zero takes none")
         return self
 
 
@@ -145,7 +145,7 @@ Intervention = Annotated[
     Discriminator(
         _tag,
         custom_error_type="unknown_operation",
-        custom_error_message=f"op has to be one of {', '.join(OPERATIONS)}",
+        custom_error_message=f"op must be one of {', '.join(OPERATIONS)}",
     ),
 ]
 

@@ -14,17 +14,17 @@ MOST_LIKELIEST = 20  # tokens of a layer, as of `logprobs`
 
 
 class LogitLens(Strict):
-    """What the model's final norm and head make of these layers' outputs.
+    """The model's final norm and head applied to the outputs of layers.
 
-    At each generated token it is what the layers would have put in its place; at a token of the prompt, what they would
-    put behind it.
+    For a generated token it shows what the layers predict in its place; for a token of the prompt, what they predict
+    after it.
 
     Attributes:
-        layers: Which, from 0; below 0 from the last.
-        top_k: How many of the likeliest tokens.
-        tokens: Which; without it the generated ones, or where none is generated the prompt's last.
-        targets: Tokens, by their text or id, whose logprob and rank are wanted besides; or at each token, that which
-            the model's last layer puts first.
+        layers: The layers, from 0; negative numbers count from the last.
+        top_k: How many top tokens of each layer to return.
+        tokens: The tokens; by default the generated ones, or the prompt's last if none is generated.
+        targets: Tokens, by text or id, whose logprob and rank are returned as well; or `last_layer`, at each token the
+            top token of the model's last layer.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -19,7 +19,7 @@ class Patterns(Sequence[torch.Tensor]):
     Rows, and slices of them, are views of `values`.
 
     Attributes:
-        values: The rows one behind the other, each by heads, `[heads * keys(positions)]`.
+        values: The rows one after the other, each by heads, `[heads * keys(positions)]`.
         heads: How many.
         positions: Of the rows, in prompt + generated.
     """
@@ -84,7 +84,7 @@ class Patterns(Sequence[torch.Tensor]):
         return self.values.nbytes
 
     def padded(self) -> torch.Tensor:
-        """A copy in one tensor, `[rows, heads, widest row]`, with zeros behind what a token sees."""
+        """A copy in one tensor, `[rows, heads, widest row]`, with zeros after what a token sees."""
         whole = self.values.new_zeros(len(self), self.heads, self.positions.stop if self.positions else 0)
         for place, row in zip(whole, self, strict=True):
             place[:, : row.shape[1]] = row

@@ -18,15 +18,15 @@ ProfileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$
 
 
 class Profile(Strict):
-    """What a request that uses the profile records and changes on the way.
+    """The capture and interventions of requests that use the profile.
 
     Attributes:
         name: Its name.
-        model: The model that it is for; any where it is None.
-        capture: What is recorded, where the request does not say.
-        interventions: What is changed, before the request's own interventions.
+        model: The model that it is for; None for any.
+        capture: What is recorded, unless the request has its own capture.
+        interventions: Interventions, applied before the request's own.
         default: Whether requests to the model that name no profile use it.
-        description: The user's words.
+        description: Any text.
     """
 
     model_config = ConfigDict(frozen=True)

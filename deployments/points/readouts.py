@@ -25,20 +25,20 @@ SAE = ("relu", "jumprelu", "topk", "gated")
 
 
 class ReadoutSpec(Strict):
-    """What a readout is, beside its tensors.
+    """The description of a readout, without its tensors.
 
     Attributes:
-        name: What requests call it.
+        name: Its name in requests.
         model: The model that it is for.
-        point: Whose rows it reads.
+        point: The point whose rows it reads.
         kind: A linear map of a row, or the encoder of a sparse autoencoder.
-        activation: What becomes of the map's values. `gated` is a gated autoencoder's.
-        labels: Of a linear readout, what its values are of, in their order.
-        description: The user's words.
-        k: Of `topk`, how many features a row has at the most.
-        apply_b_dec_to_input: Of an autoencoder, whether `b_dec` is taken off the row first.
-        normalize_activations: Of an autoencoder, how the row is normalized before that.
-        rescale_acts_by_decoder_norm: Of `topk`, whether features are chosen and given by what they contribute.
+        activation: The function applied to the map's values; `gated` for a gated autoencoder.
+        labels: For a linear readout, the names of its values, in order.
+        description: Any text.
+        k: For `topk`, the most features of a row.
+        apply_b_dec_to_input: For an autoencoder, whether `b_dec` is subtracted from the row first.
+        normalize_activations: For an autoencoder, how the row is normalized before that.
+        rescale_acts_by_decoder_norm: For `topk`, whether features are chosen and returned scaled by their decoder norm.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -61,28 +61,28 @@ class ReadoutSpec(Strict):
     def _has_what_its_kind_has(self) -> ReadoutSpec:
         allowed = LINEAR if self.kind == "linear" else SAE
         if self.activation not in allowed:
-            raise ValueError(f"activation: a readout of kind {self.kind} has one of {', '.join(allowed)}")
+            raise ValueError(f"activation must be one of {', '.join(allowed)} for the kind {self.kind}")
         if (self.k is None) == (self.activation == "topk"):
-            raise ValueError("k goes with the activation topk, and only with it")
+            raise ValueError("the activation topk needs k; no other takes it")
         if self.labels is not None and self.kind == "sae":
-            raise ValueError("labels: an autoencoder's features go by their numbers")
+            raise ValueError("labels: an autoencoder's features are named by their index, so leave labels out")
         if self.labels is not None and len(set(self.labels)) < len(self.labels):
-            raise ValueError("labels: each value has its own")
+            raise ValueError("labels must differ from each other")
         if self.kind == "linear" and (self.apply_b_dec_to_input or self.normalize_activations != "none"):
-            raise ValueError("apply_b_dec_to_input and normalize_activations are an autoencoder's")
+            raise ValueError("apply_b_dec_to_input and normalize_activations are allowed only for autoencoders")
         if self.rescale_acts_by_decoder_norm and self.activation != "topk":
-            raise ValueError("rescale_acts_by_decoder_norm goes with the activation topk")
+            raise ValueError("rescale_acts_by_decoder_norm needs the activation topk")
         return self
 
 
 class AskedReadout(Strict):
-    """A readout whose values a request wants.
+    """A readout whose values a request asks for.
 
     Attributes:
-        name: Which.
-        tokens: Of which tokens.
-        top_k: Of an autoencoder, how many features of a token come, the largest first.
-        store: Whether the values are columns of the stored run; they are whenever the request captures.
+        name: Its name.
+        tokens: The tokens to compute it for.
+        top_k: For an autoencoder, how many features of a token are returned, the largest first.
+        store: Whether the values are columns of the stored run. If the request captures, they always are.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -99,11 +99,11 @@ def _named(value: Any) -> Any:
 
 def _once(asked: list[AskedReadout]) -> list[AskedReadout]:
     if len({one.name for one in asked}) < len(asked):
-        raise ValueError("each readout once")
+        raise ValueError("name each readout only once")
     return asked
 
 
-Asked = Annotated[
+AskedReadouts = Annotated[
     list[Annotated[AskedReadout, BeforeValidator(_named, json_schema_input_type=ReadoutName | AskedReadout)]],
     Field(max_length=MOST_READOUTS, fail_fast=True),
     AfterValidator(_once),
@@ -118,15 +118,15 @@ class Threshold(_Condition):
     """A condition on one value of a readout.
 
     Attributes:
-        readout: Which.
-        above: Met while the value is above it.
-        below: Met while the value is below it.
-        between: Met while the value is from the first to the second.
-        feature: Which value, by its number.
-        label: Which value, by its label.
-        rows: Met once it has been so for so many rows in a row.
-        until_below: Once met, it stays so until the value is below this.
-        ema: The condition reads the exponential moving average of the values, in which the last average weighs so much.
+        readout: The readout's name.
+        above: Met while the value is above this.
+        below: Met while the value is below this.
+        between: Met while the value is between these two, both included.
+        feature: The value's index.
+        label: The value's label.
+        rows: Met after this many consecutive rows.
+        until_below: Once met, the condition stays met until the value is below this.
+        ema: Compare the exponential moving average of the values, with this weight for the last average.
     """
 
     readout: ReadoutName
@@ -144,28 +144,28 @@ class Threshold(_Condition):
         if sum(one is not None for one in (self.above, self.below, self.between)) != 1:
             raise ValueError("give one of above, below and between")
         if self.between and self.between[0] > self.between[1]:
-            raise ValueError("between: the first is above the second")
+            raise ValueError("between: the first number must not be above the second")
         if self.feature is not None and self.label is not None:
             raise ValueError("give feature or label, not both")
         if self.until_below is not None and (self.above is None or self.until_below > self.above):
-            raise ValueError("until_below goes with above, and is not over it")
+            raise ValueError("until_below needs above, and must not be larger")
         return self
 
 
 class AllOf(_Condition):
-    """Met while all are."""
+    """Met while all of its conditions are met."""
 
     all: list[Condition] = Field(min_length=1, max_length=MOST_CONDITIONS)
 
 
 class AnyOf(_Condition):
-    """Met while one is."""
+    """Met while at least one of its conditions is met."""
 
     any: list[Condition] = Field(min_length=1, max_length=MOST_CONDITIONS)
 
 
 class Not(_Condition):
-    """Met while the other is not."""
+    """Met while its condition is not met."""
 
     negated: Condition = Field(alias="not")
 

@@ -22,7 +22,7 @@ FORMS = (
     'or {"text": "...", "which": "last", "first" or "all"}'
 )
 
-# Gives a prompt's text, special tokens included, and the characters before each token and behind the last.
+# Gives a prompt's text, special tokens included, and the characters before each token and after the last.
 Ends = Callable[[], tuple[str, Sequence[int]]]
 MOST_POSITIONS = 65536
 AMBIGUOUS = (
@@ -52,13 +52,13 @@ class PromptLast(_Choice):
 
 
 class Positions(_Choice):
-    """Tokens by their positions."""
+    """Tokens at these positions, counted from 0 over prompt and answer."""
 
     positions: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=MOST_POSITIONS, fail_fast=True)
 
 
 class Window(_Choice):
-    """The tokens from position `start` to before `to`."""
+    """The tokens from the position `from` to before `to`."""
 
     start: int = Field(ge=0, alias="from")
     to: int
@@ -66,12 +66,12 @@ class Window(_Choice):
     @model_validator(mode="after")
     def _has_a_size(self) -> Window:
         if not self.start < self.to <= self.start + MOST_POSITIONS:
-            raise ValueError(f"to is the position behind the last: 1 to {MOST_POSITIONS} above from")
+            raise ValueError(f"`to` must exceed `from` by 1 to {MOST_POSITIONS}")
         return self
 
 
 class TextPiece(_Choice):
-    """The tokens of a piece of the prompt: those that have any of its characters."""
+    """The tokens of the prompt that contain any character of this text."""
 
     text: str = Field(min_length=1, max_length=4096)
     which: Literal["last", "first", "all"] = "last"
@@ -109,10 +109,10 @@ class Tokens(NamedTuple):
     """Tokens by their positions: a range, or a few.
 
     Attributes:
-        first: The first.
-        stop: Behind the last; None where there is no last.
-        few: Their positions, in ascending order, where they are no range; `first` and `stop` then enclose them.
-        tail: Of these the last so many alone, which are known at the end; None for all.
+        first: The first position.
+        stop: The position after the last; None for an open end.
+        few: Their positions, ascending, if they are not a range; `first` and `stop` then enclose them.
+        tail: Choose only the last `tail` of these, which are known at the end; None for all.
     """
 
     first: int = 0
@@ -201,7 +201,7 @@ def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
     text, offsets = ends()
     begins = _found(text, choice)
     if not begins:
-        raise RequestError(f"the prompt has no text {choice.text!r}", f"{field}.text", "text_not_found")
+        raise RequestError(f"the prompt does not contain the text {choice.text!r}", f"{field}.text", "text_not_found")
     size, at, number = len(choice.text), list[int](), 0
     # Tokens within one character have its place; of those the last has the character. Both lists ascend.
     for i, (first, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
@@ -244,7 +244,7 @@ def parse(text: str) -> Any:
     try:
         return _ADAPTER.validate_python(value)
     except ValidationError as error:
-        raise TokensError(f"{text!r} names no tokens: choose {WORDS}") from error
+        raise TokensError(f"{text!r} is not a choice of tokens: use {WORDS}") from error
 
 
 def check(value: Any) -> TokenChoice:

@@ -68,9 +68,10 @@ def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
     read = _spec({**said, **(spec or {})})
     sizes = _sizes(read, tensors)
     if read.labels is not None and len(read.labels) != sizes["k"]:
-        raise RequestError(f"{len(read.labels)} labels of {sizes['k']} values", "spec.labels")
+        message = f"spec.labels has {len(read.labels)} labels, but the readout has {sizes['k']} values"
+        raise RequestError(message, "spec.labels")
     if read.k is not None and read.k > sizes["k"]:
-        raise RequestError(f"{read.k} of {sizes['k']} features", "spec.k")
+        raise RequestError(f"spec.k is {read.k}, but the readout has {sizes['k']} features", "spec.k")
     return Definition(read, tensors, sizes["hidden"], sizes["k"])
 
 
@@ -95,7 +96,7 @@ def _metadata_spec(found: Mapping[str, str]) -> dict[str, Any]:
         return _object(found["spec"], "spec")
     said: dict[str, Any] = {name: found[name] for name in _OF_METADATA if name in found}
     if "labels" in found:
-        said["labels"] = _json(found["labels"], _refused("its metadata's labels are no JSON"))
+        said["labels"] = _json(found["labels"], _refused("the labels in its metadata are not JSON"))
     return said
 
 
@@ -108,7 +109,7 @@ def _json(text: str, refusal: RequestError) -> Any:
 
 
 def _object(text: str, field: str) -> dict[str, Any]:
-    value = _json(text, RequestError("no JSON", field))
+    value = _json(text, RequestError("it is not JSON", field))
     if not isinstance(value, dict):
         raise RequestError("send a JSON object", field)
     return value
@@ -130,29 +131,29 @@ def _sizes(spec: ReadoutSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     if spec.activation == "gated":
         wanted = {name: what for name, what in wanted.items() if name != "b_enc"}
     if missing := [name for name, (_, needed) in wanted.items() if needed and name not in tensors]:
-        raise _refused(f"it has no tensor {missing[0]!r}; a readout like this has {', '.join(wanted)}")
+        raise _refused(f"the tensor {missing[0]!r} is missing; this kind of readout has {', '.join(wanted)}")
     if unknown := sorted(tensors.keys() - wanted.keys()):
-        raise _refused(f"{unknown[0]!r} is no tensor of a readout like this; there are {', '.join(wanted)}")
+        raise _refused(f"unknown tensor {unknown[0]!r}; this kind of readout has {', '.join(wanted)}")
     for pair in (("mean", "std"), ("slope", "offset")):
         if (pair[0] in tensors) != (pair[1] in tensors):
-            raise _refused(f"{pair[0]} and {pair[1]} go together")
+            raise _refused(f"send both {pair[0]} and {pair[1]}, or neither")
     sizes = dict[str, int]()
     for name, (dimensions, _) in wanted.items():
         if name not in tensors:
             continue
         tensor = tensors[name]
         if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise _refused(f"{name!r} is of dtype {tensor.dtype}: tensors here are one of {', '.join(_DTYPES)}")
+            raise _refused(f"{name!r} has the dtype {tensor.dtype}: use one of {', '.join(_DTYPES)}")
         if len(tensor.shape) != len(dimensions) or 0 in tensor.shape:
-            raise _refused(f"{name!r} has the shape {list(tensor.shape)}, and is [{', '.join(dimensions)}]")
+            raise _refused(f"{name!r} has the shape {list(tensor.shape)}, but must have [{', '.join(dimensions)}]")
         for dimension, size in zip(dimensions, tensor.shape, strict=True):
             if sizes.setdefault(dimension, size) != size:
-                message = f"{name!r} has the shape {list(tensor.shape)}, where {dimension} is {sizes[dimension]}"
+                message = f"{name!r} has the shape {list(tensor.shape)}, but {dimension} is {sizes[dimension]}"
                 raise _refused(message)
         if not tensor.isfinite().all():
-            raise _refused(f"{name!r} holds a value that is not finite")
+            raise _refused(f"{name!r} has a value that is not finite")
     if "std" in tensors and not (tensors["std"] > 0).all():
-        raise _refused("'std' holds a value that is not above 0")
+        raise _refused("'std' has a value that is not above 0")
     return sizes
 
 

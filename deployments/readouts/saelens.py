@@ -38,12 +38,12 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         config = json.loads((directory / "cfg.json").read_text())
         tensors = load_file(directory / "sae_weights.safetensors")
     except (OSError, ValueError, RecursionError, KeyError, SafetensorError) as error:  # KeyError: torch lacks the dtype
-        raise RequestError(f"{directory}: no SAELens directory: {error}", "file") from error
+        raise RequestError(f"{directory} is not a SAELens directory: {error}", "file") from error
     if not isinstance(config, dict):
-        raise RequestError(f"{directory}/cfg.json holds no JSON object", "file")
+        raise RequestError(f"{directory}/cfg.json is not a JSON object", "file")
     spec = spec_of(config)
     if (width := config.get("d_in")) not in (None, tensors["W_enc"].shape[0] if "W_enc" in tensors else None):
-        raise RequestError(f"d_in is {width}, and W_enc has the shape {list(tensors['W_enc'].shape)}", "d_in")
+        raise RequestError(f"d_in is {width}, but W_enc has the shape {list(tensors['W_enc'].shape)}", "d_in")
     tensors = {name: tensor for name, tensor in tensors.items() if name in _TENSORS}
     if spec["activation"] == "gated":
         tensors.pop("b_enc", None)
@@ -59,16 +59,16 @@ def spec_of(config: Mapping[str, Any]) -> dict[str, Any]:
     about = {**config, **(config.get("metadata") or {})}
     architecture = config.get("architecture", "standard")
     if "transcoder" in str(architecture) or about.get("hook_name_out") not in (None, about.get("hook_name")):
-        raise RequestError("a transcoder reads one point and writes another: it is no readout", "architecture")
+        raise RequestError("a transcoder reads one point and writes another, so it cannot be a readout", "architecture")
     if architecture not in _ARCHITECTURES:
-        raise RequestError(f"{architecture!r} is none of {', '.join(_ARCHITECTURES)}", "architecture")
+        raise RequestError(f"{architecture!r} is not one of {', '.join(_ARCHITECTURES)}", "architecture")
     if training := [name for name in _TRAINING if name in config]:
         message = "this is a training run's configuration: save the autoencoder for inference (`save_inference_model`)"
         raise RequestError(message, training[0])
     if config.get("finetuning_scaling_factor"):
         raise RequestError("it is fine-tuned by a scaling factor, which is not supported", "finetuning_scaling_factor")
     if "hook_point" in about:
-        message = "this configuration's version does not say whether the model's weights were changed for training"
+        message = "this configuration's version does not record whether the model's weights were changed for training"
         raise RequestError(f"{message}: load it with a current SAELens, and save it", "hook_point")
     if folded := [name for name in _FOLDING if (about.get("model_from_pretrained_kwargs") or {}).get(name)]:
         message = f"it was trained on a model whose weights were changed by {folded[0]}: the served model's rows differ"
@@ -112,5 +112,5 @@ def point_of(hook: str) -> str:
     """
     point = canonical(hook)
     if not re.fullmatch(r"layers\.\d+\.[\w.]+", point):
-        raise RequestError(f"{hook!r} is not a point; docs/points.md lists the hooks that do", "hook_name")
+        raise RequestError(f"{hook!r} is not a point of a layer; docs/points.md lists the hooks that are", "hook_name")
     return point

@@ -45,7 +45,7 @@ class Delivery:
         return ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget a job; what still runs of it is cancelled and frees its slot."""
+        """Forget a job; what still runs of it is cancelled and frees its pages."""
         for request_id, choice in ticket.choices.items():
             if self._tickets.pop(request_id, None) and not choice.ended:
                 self._dropped[request_id] = ticket

@@ -104,8 +104,7 @@ class LensResolver:
         count = len(lens.layers) * each * tokens
         if count * NUMBERS_PER_ENTRY > self._limit:
             message = (
-                f"{each} tokens of {len(lens.layers)} layers at each of up to {tokens} tokens are "
-                f"{count} in one answer, "
-                f"the limit is {self._limit // NUMBERS_PER_ENTRY}: ask for fewer, or set max_tokens"
+                f"{each} tokens in each of {len(lens.layers)} layers at up to {tokens} positions are {count} entries; "
+                f"the limit is {self._limit // NUMBERS_PER_ENTRY}: request fewer, or set max_tokens"
             )
             raise RequestError(message, "logit_lens", "logit_lens_too_large")

@@ -42,7 +42,7 @@ class EngineMetrics:
     """One replica's metrics; Ray adds which replica it is."""
 
     def __init__(self, model: str) -> None:
-        """Begin at nothing.
+        """Initialize all metrics at 0.
 
         Args:
             model: The name it is served by, which every metric carries.
@@ -110,7 +110,7 @@ class RequestMetrics:
     """The requests of one replica; nothing of it is done per token."""
 
     def __init__(self, model: str) -> None:
-        """Begin at nothing.
+        """Initialize all metrics at 0.
 
         Args:
             model: The name it is served by, which every metric carries.
@@ -130,7 +130,7 @@ class RequestMetrics:
         meter = RequestMeter(job)
         try:
             yield meter
-        except Exception:
+        except Exception:  # count any failure, then re-raise
             meter.status = 500
             raise
         finally:

@@ -134,7 +134,7 @@ class OpenRun:
         if event.captured is None or event.error:
             return replace(report, reason=event.error or "nothing was recorded")
         if not event.captured.positions and not self._parts and not self._pieces:
-            return replace(report, reason="no token was generated, and only those were asked for")
+            return replace(report, reason="no token was generated, and capture.tokens chooses only generated tokens")
         if self.job.capture.destination == "inline":
             captured = joined([*self._pieces, event.captured])
             return replace(report, status="inline", points=_inline(self.job.capture, captured))
@@ -150,7 +150,7 @@ class OpenRun:
         """Characters of prompt + generated text before each recorded token.
 
         Args:
-            captured: The rows, those of earlier calls behind it.
+            captured: The rows that follow those of earlier calls.
             generated: All generated tokens, or none where the rows are contiguous with earlier ones.
         """
         ends, prompt = self._offsets.ends, self.request.prompt
@@ -174,7 +174,7 @@ class OpenRun:
         """Forget the run: its client has gone, or it failed."""
         self._end_renewing()
         if self._sending is not None:
-            self._failed = self._failed or "the request was given up"
+            self._failed = self._failed or "the request was cancelled"
             self._runs.abandon(self)
 
 
@@ -192,7 +192,7 @@ def recordable(request: Request) -> Sequence[int]:
     """
     tokens, most = chosen_tokens(request), len(request.prompt) + request.max_tokens
     if tokens.apart and tokens.stop is not None and tokens.stop > most:
-        raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", "capture.tokens")
+        raise RequestError(f"prompt and answer have positions 0 to {most - 1}", "capture.tokens")
     return tokens.of(most)
 
 

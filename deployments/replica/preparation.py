@@ -46,7 +46,7 @@ class Preparation:
         reader: Any,
         pool: Executor,
     ) -> None:
-        """Hold what requests are made with.
+        """Store what each request is prepared with.
 
         Args:
             options: The operator's.

@@ -152,8 +152,9 @@ class ModelReplica:
         ticket.messages.put_nowait(self._late(begun=any(map(self._engine.has_begun, ticket.choices))))
 
     def _late(self, begun: bool) -> Refusal:
-        done, code = ("done", "timeout") if begun else ("begun", "not_started")
-        return Refusal(f"not {done} after the server's limit of {self._options.request_timeout_s:g} s", None, code, 504)
+        state, code = ("was not done", "timeout") if begun else ("was still queued", "not_started")
+        message = f"the request {state} after the server's limit of {self._options.request_timeout_s:g} s"
+        return Refusal(message, None, code, 504)
 
     async def run_code(self, job: CodeJob) -> None:
         """Run a client's own code; its updates go to the board of jobs.
@@ -176,7 +177,7 @@ class ModelReplica:
     async def _off_loop(self, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any] | Refusal:
         if self._texts >= MOST_TEXTS:
             return Refusal(
-                f"all {MOST_TEXTS} places of this replica for texts are taken: try again later",
+                f"this replica is tokenizing {MOST_TEXTS} texts already: try again later",
                 None,
                 "server_busy",
                 429,
@@ -271,7 +272,7 @@ class ModelReplica:
         loaded.set_result(engine)
         try:
             engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
-        except BaseException:
+        except BaseException:  # any error of the engine's thread fails all requests and replaces the replica
             logger.exception("the engine has ended")
             self._on_loop(self._delivery.fail_all, ENGINE_ENDED)
             if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
@@ -306,11 +307,10 @@ class ModelReplica:
         self._loop = asyncio.get_running_loop()
         wanted, room = max(1, len(job.prompts)) * job.n, self._options.max_running + self._options.max_queued
         if wanted > room:
-            raise RequestError(f"{wanted} choices are more than the {room} places of a replica: request fewer", "n")
+            raise RequestError(f"{wanted} choices, but a replica holds at most {room} sequences: request fewer", "n")
         if len(self._delivery) + self._preparing + wanted > room:
-            raise RequestError(
-                f"all {room} places of this replica are taken: try again later", None, "server_busy", 429
-            )
+            message = f"this replica's queue is full: it holds at most {room} sequences; try again later"
+            raise RequestError(message, None, "server_busy", 429)
         self._preparing += wanted
         try:
             choices = await self._preparation.choices(job, streamed)

@@ -35,7 +35,7 @@ class Runs:
     """A replica's way to the activation store."""
 
     def __init__(self, options: Options, model: Model, token_texts: TokenTexts, store: Any, pool: Executor) -> None:
-        """Take what every run is described by.
+        """Store what every run's description has in common.
 
         Args:
             options: The operator's.
@@ -80,7 +80,7 @@ class Runs:
         limit = self._options.capture_memory_bytes // 2
         if held > limit:
             message = (
-                f"the last tokens' rows take {held} bytes, and {limit} can be held until the end: "
+                f"the last tokens' rows take {held} bytes, but only {limit} can be held until the end: "
                 "record fewer, or all tokens"
             )
             raise RequestError(message, "capture.tokens", "capture_too_large")

@@ -9,35 +9,35 @@ from evals.server.server_queries import refused
 from evals.task import steering
 
 
-def check(config: Config, told: Facts, messages: list[dict[str, Any]]) -> None:
+def check(config: Config, record: Facts, messages: list[dict[str, Any]]) -> None:
     """Returns if no option of the run is one that the server refuses whatever the question.
 
     Args:
         config: the options, with the model's name.
-        told: of `provenance.facts`.
+        record: of `provenance.facts`.
         messages: those of the first problem.
 
     Raises:
         EvalError: One is; the text names it and says what to do.
     """
-    _check_room(config, told)
-    _check_readouts(config, told)
-    if told["server"].get("versions"):  # of another server each request may cost
+    _check_room(config, record)
+    _check_readouts(config, record)
+    if record["server"].get("versions"):  # of another server each request may cost
         _check_tools(config)
         _check_interventions(config, messages)
 
 
-def _check_room(config: Config, told: Facts) -> None:
+def _check_room(config: Config, record: Facts) -> None:
     """Refuse a limit of new tokens that no question fits beside: each answer would count as truncated."""
-    context = told["model"].get("max_model_len")
+    context = record["model"].get("max_model_len")
     if isinstance(context, int) and config.max_tokens >= context:
         raise EvalError(f"--max-tokens {config.max_tokens}: the model's context is {context} tokens with the question")
 
 
-def _check_readouts(config: Config, told: Facts) -> None:
+def _check_readouts(config: Config, record: Facts) -> None:
     """Refuse readouts whose values at all new tokens are more numbers than the server puts into an answer."""
-    limit = (told["server"].get("options") or {}).get("max_inline_values")
-    width = sum(one.get("values") or 1 for one in (told["readouts"] or {}).values())  # numbers of a token
+    limit = (record["server"].get("options") or {}).get("max_inline_values")
+    width = sum(one.get("values") or 1 for one in (record["readouts"] or {}).values())  # numbers of a token
     if isinstance(limit, int) and (count := width * config.max_tokens) > limit:
         lower = f", or lower --max-tokens to {limit // width}" if limit >= width else ""
         raise EvalError(

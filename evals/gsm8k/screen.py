@@ -9,7 +9,7 @@ from evals.gsm8k.options import in_ray_job
 from evals.results.tally import pair_name, unswept
 from evals.scoring import RULES, Rule
 
-REASONS = 3  # told on the screen
+REASONS = 3  # printed on the screen
 READOUTS = 20  # rows of them
 STAR, LEVEL = "*", 0.05
 COUNTED = ("invalid", "truncated", "timed_out", "failed")  # outcomes
@@ -165,8 +165,8 @@ def _activations(recorded: dict[str, Any]) -> list[str]:
 
 def not_stored(recorded: dict[str, Any]) -> str:
     """Of how many answers the activations are not known to be stored, and why."""
-    told = [f"{reason} ({count})" for reason, count in recorded["why_not_stored"].items()]
-    why = "; ".join(told[:REASONS]) + ("; and other reasons in summary.json" if len(told) > REASONS else "")
+    reasons = [f"{reason} ({count})" for reason, count in recorded["why_not_stored"].items()]
+    why = "; ".join(reasons[:REASONS]) + ("; and other reasons in summary.json" if len(reasons) > REASONS else "")
     many = f"{recorded['not_stored']} of {recorded['answers']} answers"
     return f"{many} do not say that their activations are stored: {why}"
 

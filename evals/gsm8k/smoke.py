@@ -58,7 +58,7 @@ def smoke(config: Config) -> None:
                 say(_listed(client, where, run))
             with _step("read back") as say:
                 say(_read_back(client, where, run))
-        except BaseException:
+        except BaseException:  # delete what was stored, then re-raise
             with suppress(EvalError, httpx.HTTPError):  # the reason is the one above
                 _deleted(client, where)
             raise

@@ -6,7 +6,6 @@
 answers.
 """
 
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +15,7 @@ import pyarrow as pa
 import ray
 from tqdm import tqdm
 
+from deployments.interrupts import terminate_as_interrupt
 from evals.config import Config, EvalError, Mode
 from evals.gsm8k.checks import check
 from evals.gsm8k.options import in_ray_job
@@ -45,7 +45,7 @@ class Work(NamedTuple):
     problems: pa.Table
     prompts: Prompts
     reward: Rewarding
-    told: Facts
+    record: Facts
 
     def score(self, sample: Sample) -> Sample:
         """A sample scored and rewarded as this run does; as it is where it failed."""
@@ -59,7 +59,7 @@ def run_stages(config: Config) -> int:
         0; 1 if a sample, or activations of one, failed or are missing; 2 if a stage failed; 130 if it was interrupted
         before the report.
     """
-    end_as_interrupted()
+    terminate_as_interrupt()
     try:
         if "configure" in config.stages and not config.resume and not config.smoke:
             with _stage("configure", config):
@@ -142,7 +142,7 @@ def prepare(config: Config) -> Work:
     """
     reward = Rewarding(load_rewards(config.rewards), _say)
     connect()
-    end_as_interrupted()
+    terminate_as_interrupt()
     chosen = load_problems(config)
     path = locate(config.dataset, config.split)
     if chosen.repeated:
@@ -150,9 +150,9 @@ def prepare(config: Config) -> Work:
         _say(f"{rows}: each question is asked once")
     few_shot = load_few_shot(config, set(chosen.problems["id"].to_pylist()))
     prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot, system=config.system)
-    told = facts(config, prompts, path, chosen)
-    check(config, told, prompts.messages(chosen.problems["question"][0].as_py(), config.variants[0]))
-    return Work(config, chosen.problems, prompts, reward, told)
+    record = facts(config, prompts, path, chosen)
+    check(config, record, prompts.messages(chosen.problems["question"][0].as_py(), config.variants[0]))
+    return Work(config, chosen.problems, prompts, reward, record)
 
 
 def _results(work: Work) -> Results:
@@ -160,11 +160,11 @@ def _results(work: Work) -> Results:
     config = work.config
     goes_on = config.resume or "configure" not in config.stages
     if goes_on:
-        results = Results.resume(config.results_dir, work.told, work.score, work.problems["id"].to_pylist())
+        results = Results.resume(config.results_dir, work.record, work.score, work.problems["id"].to_pylist())
         if results.again and "generate" in config.stages:
             _say(f"samples asked again, since they failed, were late or were not stored: {len(results.again)}")
     else:
-        results = Results.create(config.results_dir, work.told)
+        results = Results.create(config.results_dir, work.record)
     if in_ray_job():
         print(f"evals.gsm8k: results go to {where(config.results_dir)}", flush=True)
     return results
@@ -252,8 +252,3 @@ def _verdict(summary: dict[str, Any]) -> int:
 def _say(text: str) -> None:
     """Tells something on stderr, above a bar where there is one."""
     tqdm.write(f"evals.gsm8k: {text}", file=sys.stderr)
-
-
-def end_as_interrupted() -> None:
-    """Makes SIGTERM end this process as Ctrl-C does; Ray puts a handler of its own there when it is joined."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -23,7 +23,7 @@ class Counts:
     """
 
     def __init__(self, stored: Stored) -> None:
-        """Count nothing yet."""
+        """Initialize all counts at 0."""
         shape = len(stored.points), stored.width
         self.stored = stored
         self.largest, self.beside = np.zeros(shape), np.zeros(shape)

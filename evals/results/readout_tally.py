@@ -48,7 +48,7 @@ class ReadoutTally:
     """The values of a run's readouts, a few numbers for each sample."""
 
     def __init__(self, described: dict[str, dict[str, Any]]) -> None:
-        """Counts nothing yet.
+        """Initializes all counts at 0.
 
         Args:
             described: what config.json has of each readout.

@@ -20,7 +20,7 @@ class ConditionTally:
     """Samples of one mode and variant."""
 
     def __init__(self, rule: Rule) -> None:
-        """Counts nothing yet.
+        """Initializes all counts at 0.
 
         Args:
             rule: the run's, which decides what is correct.
@@ -154,7 +154,7 @@ class ActivationTally:
     """What was recorded, by the server's own answers."""
 
     def __init__(self, session_id: str, tokens: str) -> None:
-        """Counts nothing yet.
+        """Initializes all counts at 0.
 
         Args:
             session_id: of the runs.

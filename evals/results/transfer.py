@@ -37,7 +37,7 @@ class Patience:
     """Tries again what a server that is busy or away did not do, as `ChatClient` does."""
 
     def __init__(self, retries: int, max_outage: float) -> None:
-        """No outage is under way.
+        """Initializes the transfer without an outage.
 
         Args:
             retries: further attempts after the first, while the server is there.

@@ -74,7 +74,7 @@ class ChatClient:
         clock: Clock = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Opens nothing yet; belongs to the loop that runs.
+        """Initializes the client for the running event loop; connections open later.
 
         Args:
             base_url: ends in `/v1`.

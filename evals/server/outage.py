@@ -14,7 +14,7 @@ class Outage:
     """
 
     def __init__(self, limit_s: float, clock: Clock = time.monotonic) -> None:
-        """None is under way.
+        """Initializes without an outage.
 
         Args:
             limit_s: Seconds for which a server that is away is waited for; 0 is not at all.

@@ -93,7 +93,7 @@ class Reading:
     """The problems of one file in its order, each question once; how many rows repeat one is counted meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        """Reads nothing yet."""
+        """Initializes the reader; the first iteration reads the file."""
         self.repeated = 0
         self._path = path
 

@@ -90,7 +90,7 @@ class Rewarding:
     """
 
     def __init__(self, rewards: list[Reward], say: Callable[[str], None]) -> None:
-        """Nothing has failed yet.
+        """Initializes without failures.
 
         Args:
             rewards: the functions.

@@ -49,7 +49,7 @@ class Backend:
     """
 
     def __init__(self, options: Options, app: str, store: Any, reader: Any) -> None:
-        """Find the models.
+        """Initialize the registries.
 
         Args:
             options: The operator's.

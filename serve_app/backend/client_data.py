@@ -37,12 +37,12 @@ class ClientData:
 
     async def file(self, account: Account, name: str) -> Download:
         """One as a file."""
-        told = await self.get(account, name)
+        found = await self.get(account, name)
 
         async def read(first: int, end: int) -> bytes:
             return self._there(name, await self.ask("read", name, account, first, end))  # type: ignore[no-any-return]
 
-        return Download(told["id"], told["bytes"], read)
+        return Download(found["id"], found["bytes"], read)
 
     async def delete(self, account: Account, name: str, *more: str | None) -> None:
         """Delete one; it is gone when this returns. RequestError where only an admin may."""

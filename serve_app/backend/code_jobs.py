@@ -26,7 +26,7 @@ class CodeJobs:
     """Sends clients' jobs to replicas, and asks the board of jobs about them."""
 
     def __init__(self, options: Options, models: Models, board: Any) -> None:
-        """Know where to send them.
+        """Initialize with no jobs.
 
         Args:
             options: The operator's.

@@ -26,7 +26,7 @@ class Loader:
     """Deploys models as Serve applications of their own, and deletes them."""
 
     def __init__(self, options: Options, models: Models) -> None:
-        """Take what every load goes by.
+        """Initialize with no loads under way.
 
         Args:
             options: The operator's, whose resources each replica gets.
@@ -89,7 +89,7 @@ class Loader:
             other, task = self._loads[asked.model_id]
             under_way = other.model_dump(mode="json")
             if any(under_way[name] != value for name, value in asked.settings.items()):
-                message = f"{asked.model_id!r} is being loaded with other settings; try again when it is there"
+                message = f"{asked.model_id!r} is being loaded with other settings; try again when it is loaded"
                 raise ApiError(409, message, "model_id", "model_loading")
             return task
         task = asyncio.create_task(self._deploy(asked))
@@ -122,7 +122,7 @@ class Loader:
             message = f"it was not loaded within this server's limit of {self._options.load_timeout_s:g} s. {said}"
             await self._give_up(asked.model_id, deadline, running)
             raise ApiError(504, message.strip(), "model_id", "load_timeout") from error
-        except Exception:
+        except Exception:  # whatever ended the load, what it began is removed; then re-raise
             await self._give_up(asked.model_id, deadline, running)
             raise
 

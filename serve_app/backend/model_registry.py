@@ -30,7 +30,7 @@ class Models:
     """Every model, by its id."""
 
     def __init__(self, options: Options, app: str) -> None:
-        """Begin with the model that the server starts with; Serve's status lists the others.
+        """Initialize with the model that the server starts with; Serve's status lists the others.
 
         Args:
             options: The operator's.

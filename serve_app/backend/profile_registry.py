@@ -25,13 +25,13 @@ PATIENCE_S = 1.0  # the longest that a request waits for the store's answer whet
 class Profiles(ClientData):
     """Every profile; the defaults are known here, so that requests that name none need not ask for them.
 
-    `get` and `delete` take the name of the owner behind the profile's, from an admin.
+    `get` and `delete` take the name of the owner after the profile's, from an admin.
     """
 
     kind, missing = "profiles", ("name", "profile", "profile")
 
     def __init__(self, store: Any, most: int) -> None:
-        """Know no default yet.
+        """Initialize the registry; default profiles are fetched later.
 
         Args:
             store: The activation store's handle.

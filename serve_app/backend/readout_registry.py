@@ -16,7 +16,7 @@ class Readouts(ClientData):
     kind, missing = "readouts", ("name", "readout", "readout")
 
     def __init__(self, store: Any, models: Models, most: int, most_of_one: int) -> None:
-        """Take what they are kept in.
+        """Initialize the registry.
 
         Args:
             store: The activation store's handle.

@@ -73,7 +73,7 @@ class ServedModel:
     """
 
     def __init__(self, id: str, app: str, limit_s: float) -> None:
-        """Know nothing of it yet.
+        """Initialize the model as loading, without replicas.
 
         Args:
             id: What clients name it by.

@@ -12,7 +12,7 @@ STORE_S = 30.0  # the longest that a request waits for the activation store; a d
 
 
 async def stored(asked: Awaitable[Any]) -> Any:
-    """What the activation store answers; what it was asked to do goes on behind the limit.
+    """What the activation store answers; what it was asked to do goes on after the limit.
 
     Raises:
         ApiError: 503, where it does not answer.

@@ -11,7 +11,7 @@ class Budget:
     """Bytes that so many answers may hold together. One loop's."""
 
     def __init__(self, most: int) -> None:
-        """Nothing is held."""
+        """Initialize the budget, all of it unused."""
         self._most = most
         self._held = 0
         self._freed = asyncio.Event()

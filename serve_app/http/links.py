@@ -44,7 +44,7 @@ class Links:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """There are none; `clock` gives seconds."""
+        """Initialize without links; `clock` returns seconds."""
         self.budgets = defaultdict[str | None, Budget](lambda: Budget(SENT_BYTES))
         self._clock = clock
         self._links: dict[str, tuple[float, Link]] = {}  # by token, with the time of its end; the first ends first
@@ -65,7 +65,7 @@ class Links:
         return token
 
     def take(self, token: str) -> Link:
-        """What a token stands for, which is void from then on.
+        """The link of a token; a token works once.
 
         Raises:
             ApiError: 404, it was used, is too old, or never was.

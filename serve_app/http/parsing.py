@@ -50,7 +50,7 @@ def _check_nested(values: Any) -> None:
             count += len(inner)
             if count > MOST_NESTED:
                 path = field and field[:MOST_PATH]
-                message = f"a body may hold {MOST_NESTED} lists and objects; leave out some of {path or 'them'}"
+                message = f"a body may have at most {MOST_NESTED} lists and objects; leave out some of {path or 'them'}"
                 raise RequestError(message, path)
             left += inner
 

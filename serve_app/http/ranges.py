@@ -145,7 +145,7 @@ def _span(asked: str | None, length: int) -> tuple[int, int] | None:
     """The bytes that a `Range` header asks for, `first` to `end`; None where it asks for no one range of bytes.
 
     Raises:
-        ApiError: 416, the range begins behind the end.
+        ApiError: 416, the range begins after the end.
     """
     match = _ONE_RANGE.fullmatch(asked or "")
     if match is None or not any(match.groups()):
@@ -157,7 +157,7 @@ def _span(asked: str | None, length: int) -> tuple[int, int] | None:
         if match[2] and end <= first:
             return None
     if first >= length:
-        message = f"there are {length} bytes, and the range begins after them"
+        message = f"the range begins after the last of {length} bytes"
         raise ApiError(416, message, "Range", "range_not_satisfiable", {"Content-Range": f"bytes */{length}"})
     return first, min(end, length, first + PAGE_BYTES)
 

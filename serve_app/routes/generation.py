@@ -141,7 +141,7 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
     try:
         first = await anext(gathered)  # a refusal still has its own HTTP status
         answer.refuse(first)
-    except BaseException:
+    except BaseException:  # also when the call is cancelled: end the replica's work, then re-raise
         await gathered.aclose()
         raise
     events = _until_gone(answer.stream(gathered, first, usage, job.request_id), gathered)

@@ -43,11 +43,11 @@ async def link_data(chosen: Chosen, backend: AppBackend, who: CallerAccount, mad
 
 @links.get("/download/{token}", response_class=Response, responses=_SENT)
 async def linked_data(token: PathId, backend: AppBackend, made: AppLinks) -> Response:
-    """Download what a link was made for; the link is void from then on."""
+    """Download the file of a link; each link works once."""
     link = made.take(token)
     data = await backend.data(link.account, link.choice, link.tag)
     kind, headers = file_of(link.choice)
-    # A client that closes the connection behind the last byte is known to have it.
+    # A client that closes the connection after the last byte is known to have it.
     headers |= {"Content-Length": str(data.length), "Connection": "close"}
     pieces = whole(data.read, data.length, made.budgets[link.account.owner])
     return StreamingResponse(pieces, headers=headers, media_type=kind)

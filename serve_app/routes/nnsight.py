@@ -33,8 +33,8 @@ from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.schemas.base import Name, WireModel, free_json
 
-OFF = "clients' code is not run here: the operator allows it with allow_client_code=true"
-NOT_CODE = "this key may not run code of its own: that needs a key with the role code or admin"
+OFF = "This server does not run client code; the operator can set allow_client_code=true"
+NOT_CODE = "this key may not run client code: use a key with the role code or admin"
 
 
 class Envelope(WireModel):
@@ -103,7 +103,7 @@ async def response(job_id: JobId, connection: HTTPConnection, jobs: Jobs, who: C
 async def result(job_id: JobId, token: Annotated[str, Query(max_length=256)], jobs: Jobs) -> Response:
     """Download a finished job's saved values for `torch.load`, compressed if the job was; the token authorizes it."""
     length, pieces = await jobs.result(job_id, token)
-    # nnsight's clients ask for no ranges. A client that closes the connection behind the result is known to have it.
+    # nnsight's clients ask for no ranges. A client that closes the connection after the result is known to have it.
     headers = {"Content-Length": str(length), "Connection": "close"}
     return StreamingResponse(pieces, media_type=BYTES, headers=headers)
 

@@ -16,7 +16,7 @@ from deployments.points.capture import MOST_PROMPTS, Capture
 from deployments.points.interventions import Interventions, Variants
 from deployments.points.logit_lens import LogitLens
 from deployments.points.profiles import ProfileName
-from deployments.points.readouts import Asked, When
+from deployments.points.readouts import AskedReadouts, When
 from serve_app.schemas.base import MOST_TOKENS, LongText, Name, TokenId, WireModel, packed_ids
 from serve_app.schemas.ignored import IgnoredFields
 from serve_app.schemas.messages import Messages
@@ -35,7 +35,7 @@ DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
 
 
 class StreamOptions(WireModel):
-    """What a stream holds besides its choices."""
+    """What a stream contains in addition to its choices."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None  # changes nothing: events are not padded
@@ -70,7 +70,7 @@ class Generation(WireModel):
     interventions: Interventions | None = None
     variants: Variants | None = None
     logit_lens: LogitLens | None = None
-    readouts: Asked | None = None
+    readouts: AskedReadouts | None = None
     stop_when: When | None = None
     report: bool = False
     intervention_profile: ProfileName | None = None
@@ -86,20 +86,20 @@ class Generation(WireModel):
     def _names_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or ():
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
-                raise ValueError(f"its keys are token ids, and {key[:20]!r} is not one")
+                raise ValueError(f"its keys must be token ids, but {key[:20]!r} is not one")
         return value
 
     @field_validator("stream_options")
     @classmethod
     def _goes_with_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
-            raise ValueError("goes with stream only")
+            raise ValueError("it is allowed only with stream")
         return value
 
     @model_validator(mode="after")
     def _options_fit(self) -> Generation:
         if self.capture and self.store_activations is False:
-            raise ValueError("store_activations is false, but capture asks for activations")
+            raise ValueError("store_activations is false, but capture requests activations")
         return self
 
     @field_validator("variants")
@@ -164,7 +164,7 @@ class ChatRequest(Generation, IgnoredFields):
     @classmethod
     def _goes_with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise ValueError("goes with logprobs only")
+            raise ValueError("it is allowed only with logprobs")
         return value
 
     @field_validator("tool_choice")
@@ -236,7 +236,7 @@ class CompletionRequest(Generation):
     def _is_picked_from(cls, value: int | None, info: ValidationInfo) -> int | None:
         returned = info.data.get("n") or 1
         if value is not None and value < returned:
-            raise ValueError(f"of {value} sequences n cannot return {returned}")
+            raise ValueError(f"best_of is {value}, but n asks for {returned}: set best_of to at least n")
         if value is not None and value > returned:
             if info.data.get("stream"):
                 raise ValueError("with stream it must equal n, because the best are known only at the end")

@@ -15,9 +15,9 @@ from serve_app.schemas.base import Name, UnreadObject
 REFUSED_WITH_REASON = {
     "audio": "answers are text; there is no audio",
     "web_search_options": "this server does not search the web",
-    "moderation": "this server moderates nothing",
-    "functions": "is OpenAI's former name of tools: use those",
-    "function_call": "is OpenAI's former name of tool_choice: use that",
+    "moderation": "this server has no moderation",
+    "functions": "this is OpenAI's former name of tools: use tools",
+    "function_call": "this is OpenAI's former name of tool_choice: use tool_choice",
 }
 
 

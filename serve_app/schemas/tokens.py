@@ -30,9 +30,9 @@ class TokenizeRequest(WireModel):
         if (self.prompt is None) == (self.messages is None):
             raise _wrong("prompt", "give either prompt or messages")
         if self.tools and self.messages is None:
-            raise _wrong("tools", "goes with messages only")
+            raise _wrong("tools", "it is allowed only with messages")
         if self.chat_template_kwargs and self.messages is None:
-            raise _wrong("chat_template_kwargs", "goes with messages only")
+            raise _wrong("chat_template_kwargs", "it is allowed only with messages")
         return self
 
     @property

@@ -39,7 +39,7 @@ Tools = Annotated[list[Tool], Field(max_length=512, fail_fast=True), AfterValida
 
 
 class NamedFunction(WireModel):
-    """Which function."""
+    """The function's name."""
 
     name: Name
 
@@ -52,7 +52,7 @@ class NamedTool(WireModel):
 
 
 class JsonSchema(WireModel):
-    """A JSON schema that an answer obeys; it does so whatever `strict` says."""
+    """A JSON schema that the answer obeys, whether `strict` is set or not."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: LongText | None = None
@@ -69,7 +69,7 @@ class ResponseFormat(WireModel):
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with the type json_schema, and only with it")
+            raise ValueError("the type json_schema needs json_schema; no other type takes it")
         return self
 
     @property

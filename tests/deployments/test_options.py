@@ -86,7 +86,7 @@ SAID = [
     "atention: there is no such option: did you mean 'attention'?",
     "num_replicas: must be a valid integer",
     "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16'",
-    "archive: a URI may hold no keys",
+    "archive: a URI must not contain keys",
     "docs/options.md",
 ]
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrine.experiments.patching import Patching
+from vitrine.experiments.patching import PatchGridMethods
 from vitrine.experiments.plots import heat_map, shown
 from vitrine.experiments.prompt_batches import Prompt, check_one
-from vitrine.runs.reading import Reading
+from vitrine.runs.reading import LoadMethods
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,7 +22,7 @@ class Attention:
 
     Attributes:
         layer: The layer.
-        values: `[heads, tokens, tokens]`: how much of head h's attention at token i goes to token j; 0 behind i.
+        values: `[heads, tokens, tokens]`: how much of head h's attention at token i goes to token j; 0 after i.
         tokens: The prompt's tokens.
 
     Examples:
@@ -51,7 +51,7 @@ class Attention:
         return f"Attention(layer={self.layer}, {len(self.values)} heads, {len(self.tokens)} tokens)"
 
 
-class Attending(Patching, Reading):
+class AttentionMethods(PatchGridMethods, LoadMethods):
     """A server that shows its attention."""
 
     async def attention(self, prompt: Prompt, layer: int) -> Attention:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vitrine.connection.progress import gathered
 from vitrine.experiments.activations import Activations
-from vitrine.experiments.generating import Generating
+from vitrine.experiments.generating import GenerateMethods
 from vitrine.experiments.prompt_batches import Prompt, asked, check, is_chat, named_by, requests
 from vitrine.runs.rows import Run, of_streams
 
@@ -23,7 +23,7 @@ SEQUENCES = ("all", "prompt", "generated")  # of these, rows are lists also wher
 Tokens = str | Mapping[str, Any]
 
 
-class Collecting(Generating):
+class CollectMethods(GenerateMethods):
     """A server that records activations."""
 
     async def collect(

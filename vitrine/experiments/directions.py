@@ -61,7 +61,7 @@ class Steer:
             >>> steer.operation["op"], steer.operation["point"], steer.operation["scale"]
             ('add', 'layers.3.output', 2.0)
         """
-        vector = self.vector.ravel().tolist()  # of heads one behind the other
+        vector = self.vector.ravel().tolist()  # of heads one after the other
         how = {"scale": self.scale, "unit": self.unit, "tokens": self.tokens}
         return {"op": "add", "point": self.point, "vector": vector, **how}
 
@@ -190,7 +190,7 @@ def difference_of_means(acts: Activations, positive: Any = 1) -> Direction:
 def operations(
     steer: Steer | Sequence[Steer] | None, interventions: Iterable[Mapping[str, Any]] | None
 ) -> list[Mapping[str, Any]] | None:
-    """A request's `interventions`: those given, and behind them the steering; None where there are none."""
+    """A request's `interventions`: those given, and after them the steering; None where there are none."""
     steers = [steer] if isinstance(steer, Steer) else [] if steer is None else list(steer)
     if any(not isinstance(one, Steer) for one in steers):
         raise TypeError(

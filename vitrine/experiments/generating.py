@@ -13,7 +13,7 @@ from vitrine.experiments.prompt_batches import Chat, Prompt, asked, check, is_ch
 MOST_VARIANTS = 64  # of a request
 
 
-class Generating(Transport):
+class GenerateMethods(Transport):
     """The part of `Server` that generates texts.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrine.experiments.generating import Generating
+from vitrine.experiments.generating import GenerateMethods
 from vitrine.experiments.plots import heat_map, shown
 from vitrine.experiments.prompt_batches import Prompt, check_one
 
@@ -69,7 +69,7 @@ class Lens:
         return f"Lens({len(self.layers)} layers, {len(self.positions)} tokens, targets={self.targets!r})"
 
 
-class Lensing(Generating):
+class LensMethods(GenerateMethods):
     """A server that shows what its layers would say."""
 
     async def lens(

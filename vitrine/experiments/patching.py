@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrine.connection.transport import together
-from vitrine.experiments.collecting import Collecting
+from vitrine.experiments.collecting import CollectMethods
 from vitrine.experiments.plots import heat_map, shown
 from vitrine.experiments.prompt_batches import Prompt, check_one, is_chat
 from vitrine.points import layer_of
@@ -79,7 +79,7 @@ class PatchGrid:
         return f"PatchGrid({shape}, clean={self.clean:.3f}, corrupt={self.corrupt:.3f})"
 
 
-class Patching(Collecting):
+class PatchGridMethods(CollectMethods):
     """A server that patches activations."""
 
     async def tokens(self, prompt: Prompt) -> list[str]:
@@ -113,7 +113,7 @@ class Patching(Collecting):
         Args:
             clean: A text or chat.
             corrupt: Another of as many tokens.
-            target: A token behind the prompts, by its text (with its space, `" Paris"`) or id.
+            target: A token after the prompts, by its text (with its space, `" Paris"`) or id.
             against: Another, whose logprob is taken off.
             point: A point without its layer, or with `*` for it: `resid_post`, `layers.*.mlp.output`, `z`.
             layers: The layers, -1 for the last; by default all.
@@ -166,7 +166,7 @@ class Patching(Collecting):
         targets: Sequence[str | int],
         progress: bool | None,
     ) -> list[float]:
-        """By variant, the first target's logprob behind the prompt, less the second's."""
+        """By variant, the first target's logprob after the prompt, less the second's."""
         lens = {"layers": [-1], "top_k": 0, "tokens": "prompt_last", "targets": list(targets)}
         choices = await self._variants(prompt, variants, "patch", progress, max_tokens=0, logit_lens=lens)
         found = [choice["logit_lens"]["prompt"][0]["layers"][0]["targets"] for choice in choices]

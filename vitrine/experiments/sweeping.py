@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrine.experiments.directions import Direction
-from vitrine.experiments.generating import Generating, text_of
+from vitrine.experiments.generating import GenerateMethods, text_of
 from vitrine.experiments.plots import heat_map
 from vitrine.experiments.prompt_batches import Prompt, check_one
 from vitrine.points import layer_of
@@ -71,7 +71,7 @@ class Sweep:
         return "\n".join(lines)
 
 
-class Sweeping(Generating):
+class SweepMethods(GenerateMethods):
     """The part of `Server` that runs sweeps."""
 
     async def sweep(

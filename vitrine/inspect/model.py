@@ -40,7 +40,7 @@ class VitrineAPI(OpenAICompatibleAPI):
         stream: bool | None = None,
         **model_args: Any,
     ) -> None:
-        """Connects to nothing yet.
+        """Initialize the model; the first request connects.
 
         Args:
             model_name: The served model's id.

@@ -11,7 +11,7 @@ from vitrine.runs.rows import Run, of_streams
 MOST_RUNS = 64  # of a download
 
 
-class Reading(Transport):
+class LoadMethods(Transport):
     """A server that hands over stored runs."""
 
     async def load_runs(self, source: Any, points: str | Sequence[str] | None = None) -> list[Run]:

@@ -97,7 +97,7 @@ class Run(Mapping[str, Rows]):
 
 
 def of_streams(body: bytes, wanted: Collection[str] | None = None) -> Iterator[Run]:
-    """The runs of Arrow streams that come one behind the other, as a server sends them; of these `wanted` alone."""
+    """The runs of Arrow streams that come one after the other, as a server sends them; of these `wanted` alone."""
     source = pa.BufferReader(body)
     while source.tell() < len(body):
         yield from _runs(source, wanted)
@@ -117,7 +117,7 @@ def of_files(path: Path, wanted: Collection[str] | None = None) -> Iterator[Run]
         source.seek(_MAGIC)  # a stream, also in a file that has no footer yet
         try:
             yield from _runs(source, wanted)
-        except pa.ArrowInvalid:  # a crash cut it short behind its last whole run
+        except pa.ArrowInvalid:  # a crash cut it short after its last whole run
             continue
 
 

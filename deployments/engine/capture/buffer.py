@@ -27,7 +27,7 @@ class CaptureError(ValueError):
 class CaptureBuffer:
     """What one request records, as it grows.
 
-    Each point's rows lie one behind the other in a buffer of their own on the host, and are handed out as they lie.
+    Each point's rows lie one after the other in a buffer of their own on the host, and are handed out as they lie.
     Those of attention patterns, each wider than the last, are held one by one.
 
     Attributes:
@@ -41,7 +41,7 @@ class CaptureBuffer:
     """
 
     def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int, max_tokens: int) -> None:
-        """Hold nothing yet.
+        """Initialize an empty buffer.
 
         Args:
             capture: What is asked for.
@@ -61,7 +61,7 @@ class CaptureBuffer:
         self._failed: str | None = None
         self._capture = capture
         self._prompt = prompt_tokens
-        self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no token behind it is recorded
+        self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no token after it is recorded
         self._next = 0  # the first token that was not handed out, recorded or not
         self._buffers: dict[str, torch.Tensor] = {}  # point name -> [rows that fit, ...features]
         self._filled = 0  # rows in each of them
@@ -137,7 +137,7 @@ class CaptureBuffer:
     def require(self, came: Collection[Place]) -> None:
         """Give up where a forward has not come to a place that is read."""
         if missed := sorted({point.module for point in self.points if point.place not in came}):
-            self.give_up(f"a forward never came to {', '.join(missed)}")
+            self.give_up(f"a forward pass did not run {', '.join(missed)}")
 
     def size(self, start: int, count: int) -> int:
         """Bytes of the rows that so many tokens from position `start` on bring."""
@@ -242,7 +242,7 @@ class CaptureBuffer:
             return rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows
         given = rows.to(dtype)
         if dtype == torch.float16 and bool((given.isinf() & ~rows.isinf()).any()):
-            raise CaptureError(f"{name} has values beyond float16's 65504; ask for bfloat16 or float32")
+            raise CaptureError(f"{name} has values beyond float16's 65504: record bfloat16 or float32")
         return given
 
     def _let_go(self) -> None:

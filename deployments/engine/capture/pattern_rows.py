@@ -18,7 +18,7 @@ class PatternRows:
         self._new: list[torch.Tensor] = []  # written, and not counted yet
 
     def write(self, first: int, value: torch.Tensor) -> None:
-        """Copy what tokens see: rows [rows, heads, keys] from position `first` on, zero behind each row's own token."""
+        """Copy what tokens see: rows [rows, heads, keys] from position `first` on, zero after each row's own token."""
         own = [value[i, :, : first + i + 1] for i in range(len(value))]
         self._new = [row.clone(memory_format=torch.contiguous_format).view(-1) for row in own]
 
@@ -31,5 +31,5 @@ class PatternRows:
         self._new = []
 
     def last(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """The values of the last rows, one behind the other."""
+        """The values of the last rows, one after the other."""
         return torch.cat(self._rows[-rows:]) if rows else torch.empty(0, dtype=dtype)

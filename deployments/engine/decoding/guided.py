@@ -32,7 +32,7 @@ LIMITS = LLParserLimits(
 class GrammarState:
     """Where one sequence stands in its grammar.
 
-    It stays with its sequence when that loses its slot.
+    It is kept when its sequence is preempted.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -142,7 +142,7 @@ class GrammarCompiler:
                 tokenizer does not say which bytes its tokens stand for.
         """
         if len(source) > MOST_CHARACTERS:
-            message = f"it has {len(source)} characters as a grammar, {MOST_CHARACTERS} are the most"
+            message = f"as a grammar it has {len(source)} characters; the limit is {MOST_CHARACTERS}"
             raise RequestError(message, field)
         try:
             grammar = self._compiled(source)

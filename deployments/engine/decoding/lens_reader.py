@@ -26,7 +26,7 @@ def check_lens(lens: LensLayers, readout: Unembedding) -> None:
         message = f"this model has no logit lens: {readout.refusal}"
         raise RequestError(message, "logit_lens", "logit_lens_unsupported")
     if not 0 <= lens.top_k <= MOST_LOGPROBS:
-        raise RequestError(f"from 0 to {MOST_LOGPROBS} tokens of each layer can be asked for", "logit_lens.top_k")
+        raise RequestError(f"top_k must be from 0 to {MOST_LOGPROBS}", "logit_lens.top_k")
 
 
 class LensRow(NamedTuple):
@@ -115,7 +115,13 @@ def _likeliest(rows: torch.Tensor, readout: Unembedding) -> list[int]:
 
 
 def _read(rows: torch.Tensor, asked: Sequence[tuple[int, tuple[int, ...]]], readout: Unembedding) -> list[LayerTokens]:
-    """What comes of each row [rows, hidden], of each of which so many likeliest tokens, and targets, are asked for."""
+    """For each row [rows, hidden]: its top tokens, and its targets' logprobs and ranks.
+
+    Args:
+        rows: Outputs of layers.
+        asked: For each row, how many top tokens, and the ids of its targets.
+        readout: The model's final norm and head.
+    """
     found: list[LayerTokens] = []
     for logits in _logits(rows, readout):
         some = asked[len(found) : len(found) + len(logits)]

@@ -43,7 +43,7 @@ class PromptScores:
     """
 
     def __init__(self, request: Request, vocabulary: int) -> None:
-        """Hold nothing yet.
+        """Initialize with no token scored.
 
         Args:
             request: It says with how many likeliest tokens.

@@ -2,7 +2,7 @@
 
 What is done to a row's logits, and in which order, is what transformers' `generate` does (its
 `_get_logits_processor`; the penalties on presence and frequency, which it does not have, as in vLLM's
-`apply_penalties` behind the one on repetition, and as OpenAI's API defines them):
+`apply_penalties` after the one on repetition, and as OpenAI's API defines them):
 
 1. `logit_bias` is added (`SequenceBiasLogitsProcessor`; OpenAI).
 2. `repetition_penalty` divides a positive logit and multiplies a negative one, of every token of the prompt and
@@ -31,8 +31,8 @@ from deployments.engine.decoding.sampling_state import NEG_INF, SamplingState, T
 from deployments.engine.request import MOST_LOGPROBS, Likeliest, Logprob, Request, Sampling
 from deployments.errors import RequestError
 
-NOT_FINITE = "the model gave a value that is not finite for this request"
-NO_TOKEN_LEFT = "this request's settings leave no token to draw here: they rule out all that the model could give"
+NOT_FINITE = "the model computed a value that is not finite for this request"
+NO_TOKEN_LEFT = "this request's sampling settings exclude every token that the model could generate here"
 TOP_WIDTH = 1024  # the likeliest tokens, among which top_k and top_p nearly always find their last
 
 
@@ -55,7 +55,7 @@ def check_sampling(request: Request, vocabulary: int) -> None:
 
     Raises:
         RequestError: A token id that is none, more `min_tokens` than `max_tokens`, too many logprobs, or
-            `ignore_eos` with a grammar, which says itself where the text ends.
+            `ignore_eos` with a grammar, which defines where the text ends.
     """
     sampling = request.sampling
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", request.stop_token_ids)):
@@ -65,10 +65,10 @@ def check_sampling(request: Request, vocabulary: int) -> None:
         message = f"min_tokens is {sampling.min_tokens}, more than max_tokens, {request.max_tokens}"
         raise RequestError(message, "min_tokens")
     if request.grammar and request.ignore_eos:
-        raise RequestError("a structured answer ends where its form ends", "ignore_eos")
+        raise RequestError("ignore_eos cannot be combined with a structured answer: leave it out", "ignore_eos")
     for field, likeliest in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
         if likeliest is not None and not 0 <= likeliest <= MOST_LOGPROBS:
-            raise RequestError(f"from 0 to {MOST_LOGPROBS} likeliest tokens can be asked for", field)
+            raise RequestError(f"{field} must be from 0 to {MOST_LOGPROBS}", field)
 
 
 def choose(logits: torch.Tensor, sampling_states: Sequence[SamplingState | None]) -> ChosenTokens:

@@ -48,7 +48,7 @@ class TokenCounts:
 class SamplingState:
     """A sequence's settings, its random numbers and what it has said.
 
-    It stays with its sequence when that loses its slot: the tokens that are run again are in it already.
+    It is kept when its sequence is preempted: it counts the tokens that are run again already.
 
     Attributes:
         sampling: The settings.

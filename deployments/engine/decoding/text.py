@@ -90,7 +90,7 @@ class TextStream:
             self._restart()
 
     def _restart(self) -> None:
-        """Take the tokens that are held back as text, whatever they are, and begin a new stream behind them."""
+        """Take the tokens that are held back as text, whatever they are, and begin a new stream after them."""
         self._append(self._decode(self._waiting))
         self._waiting.clear()
         self._mark()
@@ -125,7 +125,7 @@ class TextStream:
     def _emit(self, hold: bool) -> str:
         pending = self._pending
         settled = self._settled - self._emitted
-        # Where each stop string that ends behind what is settled ends first, and where it begins.
+        # Where each stop string that ends after what is settled ends first, and where it begins.
         found = [
             (at + len(stop), at)
             for stop in self._stop

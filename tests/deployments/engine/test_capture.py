@@ -162,7 +162,7 @@ def test_a_module_that_a_forward_leaves_out_fails_the_captures_of_it_alone(
     done = endings(drain(engine))
     assert list(done["left out"].tokens) == list(done["other"].tokens) == want
     assert done["left out"].captured is None
-    assert "never came to model.layers.1.mlp" in done["left out"].error
+    assert "did not run model.layers.1.mlp" in done["left out"].error
     assert len(done["other"].captured.positions) == 11
 
 

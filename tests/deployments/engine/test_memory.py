@@ -23,10 +23,10 @@ def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, m
     engine.step()
     forward = Model.forward
 
-    def out_of_memory_while_another_runs(model, ids, segments, *rest, **options):
-        if len(segments) > 1 and len(ids) > 100:
+    def out_of_memory_while_another_runs(model, ids, spans, *rest, **options):
+        if len(spans) > 1 and len(ids) > 100:
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
-        return forward(model, ids, segments, *rest, **options)
+        return forward(model, ids, spans, *rest, **options)
 
     monkeypatch.setattr(Model, "forward", out_of_memory_while_another_runs)
     engine.submit(requests[1])
@@ -143,10 +143,10 @@ def test_of_prompts_that_find_no_memory_together_none_is_refused(tiny, prompt, m
     want = [list(done.tokens) for done in Engine(model).generate(requests)]
     forward = Model.forward
 
-    def room_for_three(model, ids, segments, *rest, **options):
-        if len(segments) > 3:
+    def room_for_three(model, ids, spans, *rest, **options):
+        if len(spans) > 3:
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
-        return forward(model, ids, segments, *rest, **options)
+        return forward(model, ids, spans, *rest, **options)
 
     monkeypatch.setattr(Model, "forward", room_for_three)
     done = Engine(model).generate(requests)

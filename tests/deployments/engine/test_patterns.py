@@ -179,7 +179,7 @@ def test_a_forward_that_gives_no_patterns_fails_the_captures_of_them_alone(
     hook.remove()
     assert done["patterns"].tokens == done["other"].tokens
     assert done["patterns"].captured is None
-    assert "never came to model.layers.1.self_attn.weights" in done["patterns"].error
+    assert "did not run model.layers.1.self_attn.weights" in done["patterns"].error
     assert len(done["other"].captured.positions) == 11
 
 

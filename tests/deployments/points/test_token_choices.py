@@ -100,7 +100,7 @@ def test_generated_tokens_are_refused_where_none_are(choice):
 
 
 def test_text_that_is_not_there_is_refused_by_its_field():
-    with pytest.raises(RequestError, match="the prompt has no text 'Spain'") as refused:
+    with pytest.raises(RequestError, match="the prompt does not contain the text 'Spain'") as refused:
         placed(TextPiece(text="Spain"), lambda: ("France", [0, 6]), "capture.tokens")
     assert refused.value.field == "capture.tokens.text"
 

@@ -80,7 +80,7 @@ def test_what_can_be_no_readout_is_refused_by_name(tmp_path: Path, config: dict[
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cfg.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(RequestError, match="no SAELens directory"):
+    with pytest.raises(RequestError, match="is not a SAELens directory"):
         read(tmp_path)
 
 

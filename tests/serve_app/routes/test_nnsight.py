@@ -268,7 +268,7 @@ def test_a_block_that_takes_all_memory_is_stopped_while_other_requests_go_on(run
 
 def test_a_process_that_is_killed_from_within_is_told_of(run):
     done = run("import ctypes", "ctypes.string_at(0)", "pass")  # no signal of its own kills the first of its processes
-    assert "the job's process ended without a word" in done.stderr
+    assert "the job's process ended without a report" in done.stderr
     assert "sum" in run("value = model.output.logits.sum().save()", "print('sum', float(value))").stdout.split()
 
 
