@@ -2,7 +2,7 @@
 
 import { stream } from "./api.js";
 import { colouring } from "./colouring.js";
-import { button, check, empty, errorNote, field, h } from "./dom.js";
+import { button, check, empty, errorNote, field, h, keepingFocus } from "./dom.js";
 import { sampling } from "./forms.js";
 import { asBool, asText } from "./state.js";
 import { asPlain, details, onLook, pinning } from "./tokens.js";
@@ -222,8 +222,8 @@ export function view(app) {
   /** Asks for the last answer once more. */
   async function again() {
     if (asking.isRunning()) return;
-    if (turns.some(({ role }) => role === "user")) await answer();
-    else await submit();
+    const isAsked = turns.some(({ role }) => role === "user");
+    await keepingFocus(isAsked ? answer : submit, () => turns.at(-1)?.strip ?? box);
     app.changed();
   }
 

@@ -15,6 +15,7 @@ import "./code.js";
 
 const SHOWN = 50; // sessions or runs of a page
 const PATTERN = ".attention.weights";
+const RESIDUAL = /^layers\.\d+\.(input|resid_mid|output)$/;
 
 export function view(app) {
   const filters = Object.fromEntries(["model", "tag", "sample_id", "since", "until"].map((name) => [name, h("input", { spellcheck: false })]));
@@ -117,7 +118,7 @@ export function view(app) {
     const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
     listed = session;
     held.replaceChildren(
-      h("p", { class: "row" }, button("All sessions", () => listSessions()), h("h2", {}, session), ...downloads(session, "", trouble)),
+      h("div", { class: "row" }, button("All sessions", () => listSessions()), h("h2", {}, session), ...downloads(session, "", trouble)),
       data.length ? table(`Runs of ${session}`, heads, data.map(row)) : empty("No run fits the filters."),
       h("p", { class: "row" }, compare, more ? button("More", () => openSession(session, data.at(-1).run_id)) : null),
     );
@@ -154,7 +155,7 @@ export function view(app) {
     const isAble = isWhole && served; // its model can be asked again
     const { points } = isAble ? await app.structure(facts.model) : { points: [] };
     signal.throwIfAborted();
-    const lacking = points.filter(({ name, shape }) => shape.length === 1 && shape[0] > 1 && !(name in facts.points)).map(({ name }) => name);
+    const lacking = points.map(({ name }) => name).filter((name) => RESIDUAL.test(name) && !(name in facts.points));
     const tokens = texts.map((text, i) => ({ text, id: ids[i], part: positions[i] < facts.prompt_tokens ? "prompt" : "answer" }));
     return { facts, names, ids, positions, tokens, served, isWhole, isAble, lacking };
   }
@@ -215,9 +216,9 @@ export function view(app) {
       code.note("To record attention", { method: "POST", path: "v1/completions", body: { ...again, capture: { points: [`layers.0${PATTERN}`], mode: "trace" } } });
     }
     if (lacking.length) {
-      parts.push(h("p", {}, `${lacking.length} of the model’s points were not recorded. “Colour by” computes one of them now; a request below records them.`));
-      const points = [...new Set(lacking.map((name) => name.replace(/^layers\.\d+\./, "layers.*.")))];
-      code.note("To record the other points", { method: "POST", path: "v1/completions", body: { ...again, capture: { points, mode: "trace" } } });
+      parts.push(h("p", {}, `${lacking.length} points of the residual stream were not recorded. “Colour by” computes one of them now; a request below records them.`));
+      const points = [...new Set(lacking.map((name) => name.replace(/\d+/, "*")))];
+      code.note("To record the residual stream", { method: "POST", path: "v1/completions", body: { ...again, capture: { points, mode: "trace" } } });
     }
     const score = { ...again, echo: true, logprobs: 5, return_token_ids: true };
     parts.push(missing("The lens is not stored with runs.", "Read it from the model now", () => app.open("lens", state, facts.prompt_tokens)));

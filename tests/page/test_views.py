@@ -356,7 +356,7 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
     page.unroute("**/data?*")
     page.get_by_label("Point", exact=True).select_option("layers.2.output")
     expect(page.get_by_text("Computed now, with interventions left out")).to_be_visible()
-    assert '"layers.*.mlp.output"' in code(page, "To record the other points")
+    assert '["layers.*.input", "layers.*.resid_mid", "layers.*.output"]' in code(page, "To record the residual stream")
     page.get_by_label("Point", exact=True).select_option("layers.1.output")
     expect(page.get_by_text("Computed now, with interventions left out")).to_be_hidden()
     colour = page.get_by_label("Colour by").last
