@@ -1,18 +1,18 @@
 // Chat: a conversation whose answers are strips of tokens.
 
-import { isAbort, stream } from "./api.js";
+import { stream } from "./api.js";
 import { colouring } from "./colouring.js";
-import { button, check, empty, errorNote, field, h } from "./dom.js";
+import { button, check, empty, errorNote, field, h, keepingFocus } from "./dom.js";
 import { sampling } from "./forms.js";
 import { asBool, asText } from "./state.js";
-import { details, onLook, pinning } from "./tokens.js";
+import { asPlain, details, onLook, pinning } from "./tokens.js";
+import { work } from "./work.js";
 import "./code.js";
 
 const LIKELIEST = 20; // tokens beside each, of which a chat may ask for so many
 
 export function view(app) {
   const turns = []; // { role, content, element, strip?, answer? }
-  let running = null;
   const pins = pinning(app.changed); // of the last answer: a link holds the others as texts alone
   const log = h("div", { class: "log" });
   const box = h("textarea", { id: "prompt", rows: 3, placeholder: "Ask the model something" });
@@ -23,8 +23,8 @@ export function view(app) {
   const session = h("input", { placeholder: "the day's", spellcheck: false });
   const storing = [field("Points", points, "apart by commas"), field("Session", session)];
   const send = h("button", { class: "main" }, "Send");
-  const stop = button("Stop", () => running?.abort(), { hidden: true });
   const trouble = h("div");
+  const asking = work({ trouble, starts: send });
   const about = h("aside", { "aria-label": "Token" }, ...details());
   const code = document.createElement("request-code");
   const said = h("p", { class: "hidden", role: "status" });
@@ -33,7 +33,7 @@ export function view(app) {
     "form",
     { class: "composer", noValidate: true, onsubmit: (event) => (event.preventDefault(), submit()) },
     field("Message", box),
-    h("div", { class: "row" }, send, stop, button("New chat", renew), recordsLabel),
+    h("div", { class: "row" }, send, asking.stop, button("New chat", renew), recordsLabel),
   );
   const more = h("details", {}, h("summary", {}, "Settings"), field("System message", system), settings.element, h("div", { class: "fields" }, ...storing));
   const element = h(
@@ -63,7 +63,7 @@ export function view(app) {
   }
 
   function clear() {
-    running?.abort();
+    asking.end();
     drop(0);
     about.replaceChildren(...details());
   }
@@ -95,7 +95,7 @@ export function view(app) {
 
   async function submit() {
     const text = box.value;
-    if (running || !text.trim()) return box.focus();
+    if (asking.isRunning() || !text.trim()) return box.focus();
     pins.write();
     const asked = addTurn({ role: "user", content: text });
     box.value = "";
@@ -111,13 +111,15 @@ export function view(app) {
     return app.changed();
   }
 
+  /** The request for the answer to what stands in the log, in place of one that is there. */
   function body() {
-    const { max_tokens, ...rest } = settings.read();
+    const { max_tokens, ...rest } = settings.asked();
     const before = system.value ? [{ role: "system", content: system.value }] : [];
     const capture = { points: points.value.split(",").map((one) => one.trim()).filter(Boolean), store_text: true };
+    const upTo = turns.at(-1)?.role === "assistant" ? turns.slice(0, -1) : turns;
     return {
       model: app.model(),
-      messages: [...before, ...turns.map(({ role, content }) => ({ role, content }))],
+      messages: [...before, ...upTo.map(({ role, content }) => ({ role, content }))],
       max_completion_tokens: max_tokens,
       ...rest,
       logprobs: true,
@@ -128,33 +130,35 @@ export function view(app) {
     };
   }
 
-  /** Asks for the answer to what stands in the log; gives whether any of it came. */
+  /** Asks for that answer; gives whether any of it came. */
   async function answer() {
-    const asked = body();
-    code.note("Chat", { method: "POST", path: "v1/chat/completions", body: asked });
-    const turn = addTurn({ role: "assistant", content: "" });
-    const strip = document.createElement("token-strip");
-    strip.setAttribute("aria-label", "Tokens of the answer");
-    turn.strip = strip;
-    turn.answer = { ids: [], offset: 0, comes: colours.asked()[0] };
-    colours.follow([[strip, turn.answer]]);
-    pins.watch([strip]);
-    const thinks = h("p", { class: "wait" }, "Waiting for the model…");
-    turn.element.append(thinks, strip);
-    onLook(strip, (index) => look(turn, index));
-    begin();
-    trouble.replaceChildren();
-    try {
-      await take(asked, turn, () => thinks.remove());
-    } catch (error) {
-      const isAsked = () => turns.at(-1)?.strip === strip || turns.at(-1)?.role === "user"; // else it is in the box again
-      if (!isAbort(error)) trouble.replaceChildren(errorNote(error, () => (isAsked() ? again() : submit())));
-    } finally {
-      thinks.remove();
-      end();
-    }
+    let turn = null;
+    await asking.run(
+      async (signal) => {
+        const asked = body();
+        code.note("Chat", { method: "POST", path: "v1/chat/completions", body: asked });
+        if (turns.at(-1)?.role === "assistant") drop(turns.length - 1);
+        turn = addTurn({ role: "assistant", content: "" });
+        const strip = document.createElement("token-strip");
+        strip.setAttribute("aria-label", "Tokens of the answer");
+        turn.strip = strip;
+        turn.answer = { model: asked.model, ids: [], offset: 0, comes: colours.asked()[0] };
+        colours.follow([[strip, turn.answer]]);
+        pins.watch([strip]);
+        const thinks = h("p", { class: "wait" }, "Waiting for the model…");
+        turn.element.append(thinks, strip);
+        onLook(strip, (index) => look(turn, index));
+        try {
+          await take(asked, turn, signal, () => thinks.remove());
+        } finally {
+          thinks.remove();
+        }
+      },
+      () => (turns.at(-1) === turn || turns.at(-1)?.role === "user" ? again() : submit()), // else the question is in the box again
+    );
+    if (!turn) return false;
     if (!turns.includes(turn)) return true; // another chat has taken its place
-    if (!strip.tokens.length && !turn.ended) {
+    if (!turn.strip.tokens.length && !turn.ended) {
       if (turns.at(-1) === turn) drop(turns.length - 1);
       return false;
     }
@@ -162,8 +166,8 @@ export function view(app) {
     return true;
   }
 
-  async function take(asked, turn, begun) {
-    for await (const event of stream("v1/chat/completions", asked, running.signal)) {
+  async function take(asked, turn, signal, begun) {
+    for await (const event of stream("v1/chat/completions", asked, signal)) {
       if (event.prompt_token_ids) {
         turn.answer.ids = [...event.prompt_token_ids];
         turn.answer.offset = event.prompt_token_ids.length;
@@ -178,37 +182,27 @@ export function view(app) {
         }));
         turn.answer.ids.push(...ids);
         if (tokens.length) begun();
-        turn.strip.add(tokens);
+        turn.strip.add(tokens, delta.content ?? "");
         if (readouts) colours.arrived(turn.strip, turn.answer, readouts);
-        if (delta.run_id) turn.run = { run_id: delta.run_id, session_id: delta.session_id };
+        if (delta.run_id) turn.answer.run = { run_id: delta.run_id, session_id: delta.session_id };
         if (reason) turn.ended = reason;
       }
-      if (event.activations_meta?.status === "failed") {
-        turn.run = null;
-        trouble.replaceChildren(errorNote(new Error(`The activations were not stored: ${event.activations_meta.reason}`)));
+      const stored = event.activations_meta;
+      if (stored?.status === "stored") turn.answer.run = { session_id: stored.session_id, ...stored.runs[0] };
+      if (stored?.status === "failed") {
+        turn.answer.run = null;
+        trouble.replaceChildren(errorNote(new Error(`The activations were not stored: ${stored.reason}`)));
       }
     }
   }
 
-  function begin() {
-    running = new AbortController();
-    send.disabled = true;
-    stop.hidden = false;
-  }
-
-  function end() {
-    running = null;
-    send.disabled = false;
-    stop.hidden = true;
-  }
-
   /** What can be done with an answer, once it is there. */
   function finish(turn) {
-    const { ids, offset } = turn.answer;
+    const { model, ids, offset, run } = turn.answer;
     const count = turn.strip.tokens.length;
     const why = { length: "the limit of new tokens", stop: "the end of its answer" }[turn.ended] ?? "where it was stopped";
     said.textContent = `${count} tokens, up to ${why}.`;
-    const into = (name, title) => button(title, () => app.open(name, { ids, count: offset }, offset + Math.max(turn.strip.pinned, 0)));
+    const into = (name, title) => button(title, () => app.open(name, { model, ids, count: offset }, offset + Math.max(turn.strip.pinned, 0)));
     turn.element.append(
       h(
         "p",
@@ -216,9 +210,10 @@ export function view(app) {
         h("span", {}, said.textContent),
         ids.length ? into("lens", "Lens grid") : null,
         ids.length ? into("attention", "Attention") : null,
-        turn.run ? button("Stored run", () => app.open("runs", { session: turn.run.session_id, run: turn.run.run_id })) : null,
+        run ? button("Stored run", () => app.open("runs", { session: run.session_id, run: run.run_id })) : null,
         button("Answer again", again, { class: "again" }),
       ),
+      asPlain(turn.strip) ?? "",
     );
     pins.restore();
     colour(turn);
@@ -226,27 +221,21 @@ export function view(app) {
 
   /** Asks for the last answer once more. */
   async function again() {
-    if (running) return;
-    if (turns.at(-1)?.role === "assistant") drop(turns.length - 1);
-    if (turns.at(-1)?.role === "user") await answer();
-    else await submit();
+    if (asking.isRunning()) return;
+    const isAsked = turns.some(({ role }) => role === "user");
+    await keepingFocus(isAsked ? answer : submit, () => turns.at(-1)?.strip ?? box);
     app.changed();
   }
 
-  const textOf = (turn) => {
-    const has = turn.run && points.value.includes(colours.read().point);
-    return { ...turn.answer, run: has ? turn.run : null };
-  };
-
   async function colour(turn) {
-    await colours.apply(turn.strip, textOf(turn));
+    await colours.apply(turn.strip, turn.answer);
     if (turn.strip.pinned >= 0) look(turn, turn.strip.pinned);
   }
 
   function recolour() {
     colours.prepare();
     const last = turns.at(-1);
-    const follows = running && last?.strip && colours.follow([[last.strip, last.answer]]);
+    const follows = asking.isRunning() && last?.strip && colours.follow([[last.strip, last.answer]]);
     for (const turn of turns) if (turn.strip && !(follows && turn === last)) colour(turn);
   }
 

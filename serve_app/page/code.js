@@ -51,38 +51,37 @@ export function asCurl({ method, path, query, body }) {
   return parts.join(" \\\n  ");
 }
 
-/** `<request-code>`: the last requests of a view, each by its name. */
+/** `<request-code>`: the last requests of a view, each by its name. Code is written for as long as it is looked at. */
 class RequestCode extends HTMLElement {
-  #requests = new Map();
+  #sections = new Map(); // by name, `{ request, make, write() }`
+  #none = h("p", { class: "empty" }, "The request comes here once there is one.");
+  #all = h("details", { ontoggle: () => this.#sections.forEach((one) => one.write()) }, h("summary", {}, "The requests as Python and curl"), this.#none);
 
   connectedCallback() {
-    if (!this.childElementCount) this.#draw();
+    this.append(this.#all);
   }
 
   /** Notes a request under a name; another of the same name takes its place. */
   note(name, request) {
-    this.#requests.set(name, request);
-    this.#draw();
+    this.#none.remove();
+    if (!this.#sections.has(name)) this.#sections.set(name, this.#section(name));
+    const one = this.#sections.get(name);
+    one.request = request;
+    one.write();
   }
 
-  #draw() {
-    const wasOpen = this.querySelector("details")?.open;
-    const parts = [...this.#requests].map(([name, request]) => this.#one(name, request));
-    const said = parts.length ? parts : [h("p", { class: "empty" }, "The request comes here once there is one.")];
-    this.replaceChildren(h("details", { open: wasOpen }, h("summary", {}, "The requests as Python and curl"), ...said));
-  }
-
-  #one(name, request) {
+  #section(name) {
     const text = h("pre", { tabIndex: 0, role: "region", "aria-label": `${name}, as code` });
-    const show = (make, pressed) => {
-      text.textContent = make(request);
-      for (const one of [asPy, asSh]) one.setAttribute("aria-pressed", String(one === pressed));
+    const one = { request: null, make: asPython };
+    one.write = () => {
+      if (!this.#all.open) return;
+      text.textContent = one.make(one.request);
+      for (const [form, make] of forms) form.setAttribute("aria-pressed", String(make === one.make));
     };
-    const asPy = button("as Python", () => show(asPython, asPy));
-    const asSh = button("as curl", () => show(asCurl, asSh));
+    const forms = [["as Python", asPython], ["as curl", asCurl]].map(([title, make]) => [button(title, () => ((one.make = make), one.write())), make]);
     const copies = button("Copy", () => copy(text.textContent, copies));
-    show(asPython, asPy);
-    return h("section", {}, h("div", { class: "row" }, h("strong", {}, name), asPy, asSh, copies), text);
+    this.#all.append(h("section", {}, h("div", { class: "row" }, h("strong", {}, name), ...forms.map(([form]) => form), copies), text));
+    return one;
   }
 }
 

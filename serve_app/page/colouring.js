@@ -1,7 +1,6 @@
 // What the tokens of a text are coloured by: numbers of their own, of a captured point, or of a readout.
 
-import { isAbort } from "./api.js";
-import { button, choose, field, fill, h, newId, number, perFrame, quoted } from "./dom.js";
+import { choose, field, fill, h, newId, number, perFrame, quoted } from "./dom.js";
 import { fillTensors } from "./forms.js";
 import { readouts, rows, rowsBody, scores, scoresBody, span, storedQuery, storedRows, vector } from "./recompute.js";
 import { legend, scale, SURE } from "./scales.js";
@@ -9,6 +8,7 @@ import { COLUMN, columns, fitted, mostOf, scoreScale, unitOf, valueOf } from "./
 import { asNumber, asText } from "./state.js";
 import { dot, norm } from "./tensors.js";
 import { entropy } from "./tokens.js";
+import { work } from "./work.js";
 
 const OWN = {
   probability: [(token) => Math.exp(token.logprob), () => SURE],
@@ -17,9 +17,9 @@ const OWN = {
 const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm of a point"], ["projection", "projection on a vector"], ["readout", "a readout"]];
 
 /**
- * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` is all token ids `ids`, and which of them
- * are the strip's: from `offset` on, or at `positions`; besides, of a stored run `run` and `isWhole`, and `readouts`,
- * which came with the answer, `comes`, the one that its request asked for, and `more`, as `rowsBody` takes it.
+ * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` is the `model`, all token ids `ids`, and which
+ * of them are the strip's: from `offset` on, or at `positions`; besides, of a stored run `run` and `isWhole`, and
+ * `readouts`, which came with the answer, `comes`, the one that its request asked for, and `more`, as `rowsBody` takes it.
  * `scores(strip, index, text)` are the numbers for the details. Requests that it makes are noted in `code`. The legend
  * is that of the colours that are shown.
  */
@@ -31,19 +31,18 @@ export function colouring(app, { code, stored = false, onchange }) {
   const direction = choose([["", "none is stored"]]);
   const readout = choose([["", "none is installed"]]); // `name/column` of a linear one, `name` of an autoencoder
   const feature = h("input", { type: "number", min: 0, value: 0 });
-  const pointField = field("Point", point, stored ? "what the run recorded" : "such as layers.12.output");
+  const pointField = field("Point", point, stored ? "of the run" : "such as layers.12.output");
   const directionField = field("Vector", direction, "a tensor file that was sent to /v1/tensors");
   const readoutField = field("Readout", readout, "of this model; the view Readouts lists all");
   const featureField = field("Feature", feature);
   const key = h("div");
   const trouble = h("div", { role: "status" });
-  const wait = h("p", { class: "wait", role: "status", hidden: true }, "Reading the values… ", button("Stop", restart));
+  const status = h("span", { class: "wait", role: "status" });
+  const reading = work({ trouble, status }); // what the colours that are chosen need
   const forgotten = new WeakSet(); // strips that are shown no more
   const held = new Map(); // by strip, `{ found, state, title, unit, ends }`, the last of which it is painted by
-  const element = h("div", { class: "row colouring", role: "group", "aria-label": "Colours" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, wait, trouble), points);
+  const element = h("div", { class: "row colouring", role: "group", "aria-label": "Colours" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, status, " ", reading.stop, trouble), points);
   let installed = [];
-  let reading = new AbortController(); // of what is read for the colours that are chosen
-  let readers = 0;
   let live = null; // strips that are coloured as their answers come: the scale so far, and the most that it is made for
 
   const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection", readout: by.value === "readout" });
@@ -61,11 +60,6 @@ export function colouring(app, { code, stored = false, onchange }) {
   function tell(of) {
     key.replaceChildren(of ? legend(of) : "");
   }
-  /** Stops what is read for other colours. */
-  function restart() {
-    reading.abort();
-    reading = new AbortController();
-  }
   function begin() {
     arrange();
     if (!stored && by.value in OWN) tell(OWN[by.value][1]()); // a stored run's tokens may have none
@@ -80,8 +74,8 @@ export function colouring(app, { code, stored = false, onchange }) {
       readoutField.querySelector("small").textContent = chosen().spec.point ? `at ${chosen().spec.point}` : "the view Readouts says how to install one";
       arrange();
     }
-    if (!stored && needs().point && !points.childElementCount) {
-      const { points: all, layers } = await app.structure();
+    if (!stored && needs().point) {
+      const { points: all, layers } = await app.structure(model);
       points.replaceChildren(...all.filter(({ shape }) => shape.length === 1 && shape[0] > 1).map(({ name }) => h("option", { value: name })));
       if (point.value === "layers.*.output") point.value = `layers.${Math.floor(layers / 2)}.output`;
     }
@@ -90,16 +84,37 @@ export function colouring(app, { code, stored = false, onchange }) {
   const note = (strip, request) => code.note(`The colour of ${quoted(strip.getAttribute("aria-label"))}`, request);
 
   /** A number a token, and what to say of them is added to `notes`. */
-  async function numbersOf(strip, text, model, signal, notes) {
+  async function numbersOf(strip, text, signal, notes) {
     if (by.value in OWN) {
       if (stored && !strip.tokens.some(({ logprob }) => logprob !== undefined)) throw new Error("Probabilities are not stored with runs: press “Score the tokens now”.");
       return strip.tokens.map(OWN[by.value][0]);
     }
+    const { model, ids, run, more } = text;
     const wanted = text.positions ?? span(text.offset, text.offset + strip.tokens.length);
-    if (needs().readout) return readoutOf(strip, text, wanted, model, signal, notes);
-    note(strip, text.run ? storedQuery(text.run, [point.value]) : { method: "POST", path: "v1/completions", body: rowsBody(model, text.ids, [point.value], wanted, text.more) });
-    const found = text.run ? await storedRows(text.run, point.value, signal) : null;
-    const some = found ? wanted.map((at) => found.rows[found.positions.indexOf(at)]) : Object.values(await rows(model, text.ids, [point.value], wanted, signal, text.more))[0];
+    /** Rows at `wanted`, as the run has stored them; else the model runs the text once more. */
+    const taken = async (column, body, compute) => {
+      if (run?.points?.[column]) {
+        note(strip, storedQuery(run, [column]));
+        const found = await storedRows(run, column, signal);
+        return wanted.map((at) => found.rows[found.positions.indexOf(at)]);
+      }
+      if (text.isWhole === false) throw new Error("Not all tokens of the run are stored: it cannot be computed now.");
+      note(strip, { method: "POST", path: "v1/completions", body });
+      if (stored) notes.push("Computed now, with interventions left out.");
+      return compute();
+    };
+    if (needs().readout) {
+      const { name, column, linear, spec } = chosen();
+      if (spec.model && spec.model !== model) throw new Error(`${name} is a readout of ${spec.model}, and the answer is ${model}’s.`);
+      const some = text.readouts?.[name]?.rows ?? (await taken(linear && COLUMN + name, scoresBody(model, ids, spec, wanted, more), () => scores(model, ids, spec, wanted, signal, more)));
+      return strip.tokens.map((_, i) => valueOf(spec, some[i], column));
+    }
+    const of = point.value.trim();
+    const some = await taken(of, rowsBody(model, ids, [of], wanted, more), async () => {
+      const found = Object.values(await rows(model, ids, [of], wanted, signal, more));
+      if (found.length > 1) throw new Error(`${of} names ${found.length} points: name one of them.`);
+      return found[0];
+    });
     if (by.value === "norm") return some.map((row) => (row ? norm(row) : NaN));
     const along = await vector(direction.value, signal);
     const length = norm(along);
@@ -109,55 +124,28 @@ export function colouring(app, { code, stored = false, onchange }) {
     });
   }
 
-  /** A readout's values of a strip: as they came with the answer or are stored; else the model runs the text once more. */
-  async function readoutOf(strip, text, wanted, model, signal, notes) {
-    const { name, column, linear, spec } = chosen();
-    let some = text.readouts?.[name]?.rows;
-    if (!some && linear && text.run?.points?.[COLUMN + name]) {
-      note(strip, storedQuery(text.run, [COLUMN + name]));
-      const found = await storedRows(text.run, COLUMN + name, signal);
-      some = wanted.map((at) => found.rows[found.positions.indexOf(at)]);
-    }
-    if (!some) {
-      if (text.isWhole === false) throw new Error("Not all tokens of the run are stored: the readout cannot be computed now.");
-      note(strip, { method: "POST", path: "v1/completions", body: scoresBody(model, text.ids, spec, wanted, text.more) });
-      some = await scores(model, text.ids, spec, wanted, signal, text.more);
-      if (stored) notes.push("Computed now, with interventions left out.");
-    }
-    return strip.tokens.map((_, i) => valueOf(spec, some[i], column));
-  }
-
-  async function apply(strip, text) {
-    const { signal } = reading;
-    trouble.replaceChildren();
+  function apply(strip, text) {
     begin();
-    readers += 1;
-    try {
-      const model = text.run?.model ?? app.model();
-      await know(model);
+    return reading.join(async (signal) => {
+      await know(stored ? text.model : app.model());
       const asked = JSON.stringify(read());
-      if (!strip.tokens.length) return null;
+      if (!strip.tokens.length) return;
       if (by.value === "none" || (needs().direction && !direction.value) || (needs().readout && !readout.value)) {
         release(strip);
         tell(null);
-        return strip.colour(null);
+        strip.colour(null);
+        return;
       }
-      wait.hidden = by.value in OWN;
+      if (!(by.value in OWN)) status.textContent = "Reading the values…";
       const notes = [];
-      const found = await numbersOf(strip, text, model, signal, notes);
-      if (asked !== JSON.stringify(read()) || forgotten.has(strip)) return null; // another colour, or another answer
+      const found = await numbersOf(strip, text, signal, notes);
+      if (asked !== JSON.stringify(read()) || forgotten.has(strip)) return; // another colour, or another answer
       if (notes.length) trouble.replaceChildren(...notes);
       const { title, unit } = scaleOf(found);
       release(strip);
       held.set(strip, { found, state: asked, title, unit: needs().readout ? unitOf(chosen().spec) : unit });
       paintAll();
-    } catch (error) {
-      if (!isAbort(error)) trouble.replaceChildren(h("p", { class: "error" }, error.message));
-    } finally {
-      readers -= 1;
-      wait.hidden ||= !readers;
-    }
-    return null;
+    }, onchange);
   }
 
   /** Colours every strip by one scale, which the legend shows, in the next frame; those that have it stay as they are. */
@@ -197,7 +185,7 @@ export function colouring(app, { code, stored = false, onchange }) {
   }
 
   by.addEventListener("change", begin);
-  for (const one of [by, point, direction, readout, feature]) one.addEventListener("change", () => (restart(), onchange()));
+  for (const one of [by, point, direction, readout, feature]) one.addEventListener("change", () => (reading.end(), onchange()));
   begin();
 
   const asked = () => (needs().readout && chosen().linear ? [chosen().name] : []);
@@ -213,7 +201,8 @@ export function colouring(app, { code, stored = false, onchange }) {
         if (error.status !== 401) trouble.replaceChildren(h("p", { class: "error" }, error.message));
       }
     },
-    setPoints: (found) => fill(point, found.map((name) => [name])),
+    /** Offers the points of a stored run, and those that its model can compute now. */
+    setPoints: (held, lacking) => fill(point, [...held.map((name) => [name]), ...lacking.map((name) => [name, `${name}, not recorded`])]),
     /** Forgets a strip that is not shown any more. */
     forget: (strip) => {
       release(strip);
@@ -221,7 +210,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       begin();
     },
     /** Whether the model has to run a stored run's tokens once more for the colour that is chosen. */
-    costs: ({ points }) => needs().readout && !(chosen().linear && COLUMN + chosen().name in points),
+    costs: ({ points }) => (needs().readout ? !(chosen().linear && COLUMN + chosen().name in points) : needs().point && !(point.value in points)),
     /** What a request asks for, so that values of a linear readout come with its answer. */
     asked,
     scores: (strip, index, text) => {
@@ -265,12 +254,13 @@ export function colouring(app, { code, stored = false, onchange }) {
       }
     },
     read,
-    write: (state = {}) => {
-      if (NAMES.some(([value]) => value === state.by)) by.value = state.by;
-      if (!stored || [...point.options].some(({ value }) => value === state.point)) point.value = asText(state.point, point.value);
-      if (state.vector) fill(direction, [[asText(state.vector)]]);
-      if (state.readout) fill(readout, [[asText(state.readout)]]);
-      feature.value = Math.max(0, Math.trunc(asNumber(state.feature, 0)));
+    write: (state) => {
+      const { by: name, point: at, vector: along, readout: one, feature: which } = state ?? {};
+      if (NAMES.some(([value]) => value === name)) by.value = name;
+      if (!stored || [...point.options].some(({ value }) => value === at)) point.value = asText(at, point.value);
+      if (along) fill(direction, [[asText(along)]]);
+      if (one) fill(readout, [[asText(one)]]);
+      feature.value = Math.max(0, Math.trunc(asNumber(which, 0)));
       begin();
     },
   };

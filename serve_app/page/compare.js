@@ -1,9 +1,10 @@
 // Two stored runs, token by token, and how far their activations lie apart.
 
-import { choose, errorNote, field, h, visible } from "./dom.js";
+import { choose, field, h, visible } from "./dom.js";
 import { storedRows } from "./recompute.js";
 import { legend, paint, scale } from "./scales.js";
 import { dot, norm } from "./tensors.js";
+import { work } from "./work.js";
 
 /** Shows in `place` two runs, each as `runs.js` reads one; gives what colours them anew after a change of theme. */
 export function comparison(place, one, two) {
@@ -27,23 +28,22 @@ export function comparison(place, one, two) {
   let apart = new Map(); // by position, how far the two rows are apart
   point.addEventListener("change", measure);
 
-  async function measure() {
+  const measuring = work({ trouble });
+
+  function measure() {
+    measuring.end();
     trouble.replaceChildren();
     apart = new Map();
     draw();
-    const wanted = point.value;
-    if (!wanted) return;
-    try {
-      const [a, b] = await Promise.all([one, two].map(({ facts }) => storedRows(facts, wanted)));
-      if (wanted !== point.value) return;
+    if (!point.value) return;
+    measuring.run(async (signal) => {
+      const [a, b] = await Promise.all([one, two].map(({ facts }) => storedRows(facts, point.value, signal)));
       for (const { position } of cells) {
         const [x, y] = [a, b].map(({ rows, positions }) => rows[positions.indexOf(position)]);
         if (x && y && x.length === y.length) apart.set(position, Math.max(1 - dot(x, y) / (norm(x) * norm(y)), 0));
       }
       draw();
-    } catch (error) {
-      trouble.replaceChildren(errorNote(error, measure));
-    }
+    });
   }
 
   function draw() {
@@ -62,7 +62,7 @@ export function comparison(place, one, two) {
   place.replaceChildren(
     h("h2", {}, "Two runs, token by token"),
     h("p", { class: "from" }, `Above ${one.facts.run_id}, below ${two.facts.run_id}. ${same} of ${cells.length} tokens are the same; those that differ are underlined.`),
-    h("div", { class: "row" }, field("How far apart at", point), key, trouble),
+    h("div", { class: "row" }, field("How far apart at", point), measuring.stop, key, trouble),
     h("ol", { class: "pairs", "aria-label": "Tokens of both runs" }, ...cells.map(({ element }) => element)),
   );
   return draw;

@@ -84,6 +84,19 @@ export function errorNote(error, again) {
   );
 }
 
+/** Takes the keyboard, and a screen reader, to an element. */
+export function goTo(element) {
+  if (element && !element.hasAttribute("tabindex")) element.tabIndex = -1;
+  element?.focus({ preventScroll: true });
+}
+
+/** Calls `act`; where the control that had the focus is gone then, the focus goes to `next()`. */
+export async function keepingFocus(act, next) {
+  const had = document.activeElement;
+  await act();
+  if (!had.isConnected && document.activeElement === document.body) goTo(next());
+}
+
 /** Calls `paint` once in the next frame, however often it is asked. */
 export function perFrame(paint) {
   let waits = false;

@@ -2,32 +2,30 @@
 
 import { address, bytes, call } from "./api.js";
 import { button, choose, h } from "./dom.js";
+import { work } from "./work.js";
 
 const FORMATS = { arrow: "arrows", safetensors: "safetensors", npz: "npz", pt: "pt" };
 
-/** A button that downloads a session, or one run of it, and a choice of the format; `onerror(error)` hears what fails. */
-export function downloads(session, run, onerror) {
+/** A button that downloads a session, or one run of it, its Stop, and a choice of the format; what fails is said in `trouble`. */
+export function downloads(session, run, trouble) {
   const format = choose(Object.keys(FORMATS).map((one) => [one]), { "aria-label": "Format" });
   const start = button("Download", async () => {
-    start.disabled = true;
-    try {
-      const path = `v1/activations/session/${encodeURIComponent(session)}/data`;
-      const query = { run, format: format.value };
-      const progress = (have, whole) => (start.textContent = `${Math.round((100 * have) / whole)}%`);
-      if (!(await linked(path, query))) save(await bytes(path, query, { progress }), `${run || session}.${FORMATS[format.value]}`);
-    } catch (error) {
-      onerror(error);
-    }
+    const path = `v1/activations/session/${encodeURIComponent(session)}/data`;
+    const query = { run, format: format.value };
+    const progress = (have, whole) => (start.textContent = `${Math.round((100 * have) / whole)}%`);
+    await loading.run(async (signal) => {
+      if (!(await linked(path, query, signal))) save(await bytes(path, query, { signal, progress }), `${run || session}.${FORMATS[query.format]}`);
+    });
     start.textContent = "Download";
-    start.disabled = false;
   });
-  return [start, format];
+  const loading = work({ trouble, starts: start });
+  return [start, loading.stop, format];
 }
 
 /** Has the browser download by a link; false where it is too large for one. */
-async function linked(path, query) {
+async function linked(path, query, signal) {
   try {
-    const made = await call("POST", path, { query });
+    const made = await call("POST", path, { query, signal });
     // With `download` an answer that is an error leaves the page as it is.
     h("a", { href: address(made.path.slice(1)), download: "" }).click();
     return true;

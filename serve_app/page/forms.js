@@ -5,14 +5,14 @@ import { vectors } from "./recompute.js";
 import { asBool, asIds, asNumber, asText } from "./state.js";
 
 const numeric = (value, props) => h("input", { type: "number", value: value ?? "", ...props });
-const given = (input) => (input.value === "" || !input.validity.valid ? undefined : input.valueAsNumber);
+const given = (input) => (Number.isNaN(input.valueAsNumber) ? undefined : input.valueAsNumber);
 
-/** Sampling settings; `read()` gives a request's fields, `write(state)` puts them in. */
+/** Sampling settings: `read()` gives them as they stand, `asked()` for a request; it throws where one is out of range. */
 export function sampling({ max = 200 } = {}) {
   const inputs = {
     max_tokens: numeric(max, { min: 0, max: 100000 }),
-    temperature: numeric(0.7, { min: 0, max: 2, step: 0.05 }),
-    top_p: numeric(1, { min: 0, max: 1, step: 0.01 }),
+    temperature: numeric(0.7, { min: 0, max: 2, step: "any" }),
+    top_p: numeric(1, { min: 0, max: 1, step: "any" }),
     seed: numeric(0, { min: 0, max: 2 ** 53 - 1 }),
   };
   const fields = [
@@ -21,9 +21,17 @@ export function sampling({ max = 200 } = {}) {
     field("Top p", inputs.top_p),
     field("Seed", inputs.seed, "the same seed repeats the answer"),
   ];
+  const read = () => Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, given(input)]));
   return {
     element: h("div", { class: "fields" }, ...fields),
-    read: () => Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, given(input)])),
+    read,
+    asked: () => {
+      const wrong = Object.values(inputs).find(({ validity }) => !validity.valid);
+      if (!wrong) return read();
+      wrong.closest("details").open = true;
+      wrong.focus();
+      throw new Error(`${wrong.labels[0].textContent}: ${wrong.validationMessage}`);
+    },
     write: (state = {}) => {
       for (const [name, input] of Object.entries(inputs)) input.value = asNumber(state?.[name], input.value);
     },
@@ -32,10 +40,10 @@ export function sampling({ max = 200 } = {}) {
 
 /**
  * A text to look into: typed, as it stands or as a chat's message, with an answer behind it; or token ids of another
- * view. `read()` gives `{ text, chat, ids, count, ...sampling }`; with `ids` the text is only shown. `asked()` gives the
- * same, with the example as the text where none was typed.
+ * view. `read()` gives `{ text, chat, ids, count, model, ...sampling }`; with `ids`, which are that model's, the text is
+ * only shown. `asked(model)` gives the same for a request, with the example as the text where none was typed.
  */
-export function source({ text, label = "Text", max = 24, answers = true, onchange = () => {} }) {
+export function source({ text, label = "Text", max = 24, onchange = () => {} }) {
   const box = h("textarea", { rows: 2, spellcheck: false, placeholder: text });
   const [asChat, chatLabel] = check("as a chat message, by the model's template");
   const settings = sampling({ max });
@@ -43,6 +51,7 @@ export function source({ text, label = "Text", max = 24, answers = true, onchang
   const from = h("p", { class: "from" });
   let ids = null;
   let count = 0;
+  let its = ""; // the model whose tokens these are
   const said = () => {
     from.textContent = ids ? `The ${ids.length} tokens of another view. A text typed here takes their place.` : "";
     box.placeholder = ids ? "" : text;
@@ -57,22 +66,25 @@ export function source({ text, label = "Text", max = 24, answers = true, onchang
     field(label, box),
     from,
     chatLabel,
-    answers ? h("details", {}, h("summary", {}, "Answer and sampling"), settings.element) : null,
+    h("details", {}, h("summary", {}, "Answer and sampling"), settings.element),
   );
   element.addEventListener("input", onchange);
-  const read = () => ({ text: box.value, chat: asChat.checked, ...(ids ? { ids, count } : {}), ...settings.read() });
+  const read = () => ({ text: box.value, chat: asChat.checked, ...(ids ? { ids, count, model: its } : {}), ...settings.read() });
   return {
     element,
     read,
-    asked: () => {
+    sampled: settings.asked,
+    asked: (model) => {
+      if (ids && its && its !== model) throw new Error(`These tokens are those of the model ${its}: choose it, or type a text.`);
       if (!ids && !box.value) box.value = text;
-      return read();
+      return { ...read(), ...settings.asked() };
     },
     write: (state) => {
       box.value = asText(state.text);
       asChat.checked = asBool(state.chat, false);
       ids = asIds(state.ids);
       count = Math.min(asNumber(state.count, 0), ids?.length ?? 0);
+      its = asText(state.model);
       settings.write(state);
       said();
     },
@@ -88,6 +100,7 @@ export async function fillTensors(select) {
 /** A choice of a layer, or of all. */
 export function layers(withAll) {
   const select = choose([]);
+  let said = null; // what went wrong when the layers were asked for
   return {
     element: select,
     set: (count, first) => {
@@ -100,10 +113,11 @@ export function layers(withAll) {
     /** Offer the layers of the served model, once it is known; what goes wrong is said in `trouble`. */
     know: async function (app, trouble) {
       if (!app.model()) return;
+      said?.remove();
       try {
         this.set((await app.structure()).layers);
       } catch (error) {
-        if (error.status !== 401) trouble.replaceChildren(errorNote(error));
+        if (error.status !== 401) trouble.append((said = errorNote(error)));
       }
     },
   };

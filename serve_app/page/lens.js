@@ -1,12 +1,13 @@
 // Lens: what each layer would put behind each token, and what becomes of the answer where one is patched into another.
 
-import { ApiError, isAbort, post } from "./api.js";
-import { button, choose, empty, errorNote, field, h, named, percent, quoted } from "./dom.js";
+import { ApiError, post } from "./api.js";
+import { button, choose, empty, field, h, named, percent, quoted } from "./dom.js";
 import { source } from "./forms.js";
-import { complete, continuing, isTooLarge, lens, lensBody, tokenized } from "./recompute.js";
+import { answered, complete, continuing, isTooLarge, lens, lensBody, span } from "./recompute.js";
 import { legend, onTheme, rankScale, scale, SURE } from "./scales.js";
 import { asText } from "./state.js";
-import { answerPane, details, onLook, pinning, ranking } from "./tokens.js";
+import { answerPane, asPlain, details, onLook, pinning, ranking } from "./tokens.js";
+import { work } from "./work.js";
 import "./code.js";
 import "./grid.js";
 
@@ -22,9 +23,8 @@ const BY = {
 };
 
 export function view(app) {
-  const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: () => ((patched = chosen = null), (isStale = true), pins.write(), app.changed()) });
+  const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: () => ((patched = chosen = null), pins.write(), app.changed()) });
   const run = h("button", { class: "main" }, "Read the layers");
-  const stop = button("Stop", () => running?.abort(), { hidden: true });
   const by = choose(Object.entries(BY).map(([name, [title]]) => [name, title]));
   const key = h("div");
   const grid = document.createElement("lens-grid");
@@ -34,23 +34,25 @@ export function view(app) {
   const result = h("div", { class: "patched" });
   const status = h("p", { class: "wait", role: "status" });
   const code = document.createElement("request-code");
-  let running = null;
-  let text = null; // { ids, texts, count }
-  let isStale = false; // whether another text was typed since
+  const [patchTrouble, cellTrouble] = [h("div"), h("div")];
+  const reading = work({ trouble, starts: run, status }); // the text
+  const columns = work({ trouble, status }); // those in view
+  const peeking = work({ trouble: cellTrouble }); // into the cell that was chosen
+  const patching = work({ trouble: patchTrouble });
+  let text = null; // { model, ids, texts, count, asked }
   let cells = []; // by position, `{ layers }`, the lens of a token
-  let reads = null; // the request under way for columns in view
   let wanted = [0, 0];
   let step = WINDOW;
-  let patching = null;
   let chosen = null; // the cell whose likeliest tokens are shown, as `{ position, layer }`, or that a link names
   const pins = pinning(app.changed); // of the answers to a patch
   let patched = null; // `{ from, to }`, cells as `{ position, layer }`: the patch that is shown, or that a link names
+  const isStale = () => text.asked !== JSON.stringify(from.read()); // another text was typed since
 
   const form = h(
     "form",
     { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
     from.element,
-    h("div", { class: "row" }, run, stop, field("Colour by", by), key),
+    h("div", { class: "row" }, run, reading.stop, columns.stop, field("Colour by", by), key),
   );
   const element = h("div", { class: "split" }, h("section", { "aria-label": "Lens" }, form, trouble, held, status, result, code), about);
 
@@ -76,92 +78,67 @@ export function view(app) {
   by.addEventListener("change", recolour);
   onTheme(recolour);
 
-  async function begin() {
-    running?.abort();
-    patching?.abort();
-    running = new AbortController();
-    const { signal } = running;
-    const asked = from.asked();
-    trouble.replaceChildren();
-    result.replaceChildren();
-    [run.disabled, stop.hidden] = [true, false];
-    try {
-      status.textContent = "Writing the text as tokens…";
-      text = await tokenized(app.model(), asked, signal);
-      isStale = false;
-      if (!asked.ids && asked.max_tokens) await goOn(asked, signal);
-      await open();
+  function begin() {
+    columns.end();
+    return reading.run(async (signal) => {
+      const asked = from.asked(app.model());
+      const typed = JSON.stringify(from.read());
+      status.textContent = "Reading the text…";
+      const found = await answered(app.model(), asked, code, signal);
+      const { layers } = await app.structure(found.model);
+      signal.throwIfAborted();
+      open({ ...found, asked: typed }, layers);
       app.changed();
       if (chosen?.position < text.ids.length) grid.choose(chosen.position, chosen.layer, true);
       if ([patched?.from, patched?.to].every((cell) => cell?.position < text.ids.length)) patch(patched.from, patched.to);
-    } catch (error) {
-      if (!isAbort(error)) trouble.replaceChildren(errorNote(error, begin));
-    } finally {
-      [run.disabled, stop.hidden, status.textContent] = [false, true, ""];
-    }
+    }, begin);
   }
 
-  /** Has the model answer, and takes its tokens as part of the text. */
-  async function goOn(asked, signal) {
-    status.textContent = "The model answers…";
-    const body = continuing(app.model(), text.ids, asked);
-    code.note("The answer", { method: "POST", path: "v1/completions", body });
-    const prompt = text.ids;
-    await complete(
-      body,
-      (tokens) => {
-        text.ids = [...text.ids, ...tokens.map(({ id }) => id)];
-        text.texts.push(...tokens.map((one) => one.text));
-      },
-      signal,
-    );
-    text.count = prompt.length;
-  }
-
-  async function open() {
-    const { layers } = await app.structure();
-    cells = [];
-    reads?.abort();
-    reads = null;
-    held.replaceChildren(grid);
+  /** Ends what is under way with the text that is shown, and forgets it. */
+  function clear() {
+    for (const one of [columns, peeking, patching]) one.end();
+    for (const one of [trouble, cellTrouble, patchTrouble, result]) one.replaceChildren();
     about.replaceChildren(empty("Choose a cell for its likeliest tokens. Drag one onto another token to patch it there."));
-    const numbers = Array.from({ length: layers }, (_, i) => i);
-    grid.show({ texts: text.texts, count: text.count, layers: numbers, cell, colours: (one) => colour(one), need: (first, end) => ((wanted = [first, end]), readNext()) });
+    cells = [];
   }
 
-  /** Reads the first columns in view that are not there yet, one request at a time. */
-  async function readNext() {
-    const first = Array.from({ length: wanted[1] - wanted[0] }, (_, i) => wanted[0] + i).find((at) => !cells[at]);
-    if (reads || first === undefined) return;
-    reads = new AbortController();
-    const mine = reads;
-    const end = Math.min(first + step, text.ids.length);
-    const body = lensBody(app.model(), text.ids, first, end, TOP);
-    status.textContent = `Reading tokens ${first} to ${end - 1}…`;
-    try {
-      const found = await lens(body, mine.signal);
-      if (reads !== mine) return;
-      for (const one of found) cells[one.position] = one;
-      code.note("The lens", { method: "POST", path: "v1/completions", body });
-      grid.refresh();
-    } catch (error) {
-      if (isAbort(error) || reads !== mine) return;
-      if (isTooLarge(error) && step > 1) step = Math.ceil(step / 2);
-      else {
-        trouble.replaceChildren(errorNote(error, () => (trouble.replaceChildren(), readNext())));
-        wanted = [0, 0];
-      }
-    }
-    reads = null;
-    status.textContent = "";
-    readNext();
+  function open(found, layers) {
+    clear();
+    text = found;
+    held.replaceChildren(grid);
+    grid.show({ texts: text.texts, count: text.count, layers: span(0, layers), cell, colours: (one) => colour(one), need: (first, end) => ((wanted = [first, end]), readNext()) });
+  }
+
+  /** Reads the columns in view that are not there yet, a window at a time. */
+  function readNext() {
+    const missing = () => span(...wanted).find((at) => !cells[at]);
+    if (reading.isRunning() || columns.isRunning() || missing() === undefined) return;
+    columns.run(
+      async (signal) => {
+        for (let first; (first = missing()) !== undefined; ) {
+          const end = Math.min(first + step, text.ids.length);
+          const body = lensBody(text.model, text.ids, first, end, TOP);
+          status.textContent = `Reading tokens ${first} to ${end - 1}…`;
+          try {
+            for (const one of await lens(body, signal)) cells[one.position] = one;
+          } catch (error) {
+            if (!isTooLarge(error) || step === 1) throw error;
+            step = Math.ceil(step / 2);
+            continue;
+          }
+          code.note("The lens", { method: "POST", path: "v1/completions", body });
+          grid.refresh();
+        }
+      },
+      () => grid.refresh(),
+    );
   }
 
   grid.addEventListener("cell", ({ detail }) => look(detail));
   grid.addEventListener("patch", ({ detail }) => patchAnew(detail.from, detail.to));
 
-  async function look({ position, layer }) {
-    chosen = isStale ? null : { position, layer }; // a link holds the text that was typed since
+  function look({ position, layer }) {
+    chosen = isStale() ? null : { position, layer }; // a link holds the text that was typed since
     app.changed();
     const place = `layer ${layer}, behind token ${position}, ${quoted(text.texts[position])}`;
     const list = h("div");
@@ -175,19 +152,19 @@ export function view(app) {
     const parts = [
       h("h2", {}, `Layer ${layer}`),
       list,
+      peeking.stop,
+      cellTrouble,
       h("h3", {}, "Patch"),
       h("p", {}, "Put this layer’s output at this token in the place of another token’s:"),
       h("div", { class: "row" }, h("label", { for: target.id }, "Token"), target, apply),
     ];
     about.replaceChildren(...parts);
-    const body = lensBody(app.model(), text.ids, position, position + 1, LONG, [layer]);
-    try {
-      const [one] = await lens(body);
+    const body = lensBody(text.model, text.ids, position, position + 1, LONG, [layer]);
+    peeking.run(async (signal) => {
+      const [one] = await lens(body, signal);
       fillIn(one.layers[0]);
       code.note("The cell", { method: "POST", path: "v1/completions", body });
-    } catch (error) {
-      list.append(errorNote(error));
-    }
+    });
   }
 
   const listed = (top) => top.map(({ token, logprob }) => ({ text: token, logprob }));
@@ -199,47 +176,42 @@ export function view(app) {
 
   /** Runs the text up to its answer with one row replaced, beside the same without. */
   async function patch(source, target) {
-    patching?.abort();
-    patching = new AbortController();
-    const { signal } = patching;
-    patched = isStale ? null : { from: source, to: target };
+    patched = isStale() ? null : { from: source, to: target };
     app.changed();
-    const model = app.model();
+    const { model } = text;
     const point = (layer) => `layers.${layer}.output`;
     const title = `Layer ${source.layer} at ${quoted(text.texts[source.position])} (${source.position}) in the place of layer ${target.layer} at ${quoted(text.texts[target.position])} (${target.position})`;
     const prompt = text.ids.slice(0, Math.max(text.count, target.position + 1));
-    const strips = ["As it was", "Patched"].map((name) => answerPane(name, "h3"));
-    for (const [, strip] of strips) {
+    const panes = ["As it was", "Patched"].map((name) => answerPane(name, "h3"));
+    const strips = panes.map(([, strip]) => strip);
+    for (const strip of strips) {
       strip.colour((token) => SURE.colour(Math.exp(token.logprob)));
       onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], prompt.length + index)));
     }
-    pins.watch(strips.map(([, strip]) => strip));
-    const halt = button("Stop", () => patching.abort());
-    result.replaceChildren(h("h2", {}, title), legend(SURE), h("div", { class: "pair" }, ...strips.map(([made]) => made)), halt);
+    pins.watch(strips);
+    result.replaceChildren(h("h2", {}, title), legend(SURE), h("div", { class: "pair" }, ...panes.map(([made]) => made)), patching.stop, patchTrouble);
     result.scrollIntoView({ block: "nearest" });
-    try {
-      const record = {
-        model,
-        prompt: text.ids.slice(0, source.position + 1),
-        max_tokens: 0,
-        capture: { points: [point(source.layer)], tokens: { positions: [source.position] }, mode: "trace", required: true },
-      };
+    const record = {
+      model,
+      prompt: text.ids.slice(0, source.position + 1),
+      max_tokens: 0,
+      capture: { points: [point(source.layer)], tokens: { positions: [source.position] }, mode: "trace", required: true },
+    };
+    const ended = await patching.run(async (signal) => {
+      const settings = { ...from.sampled(), max_tokens: PATCHED };
       const stored = (await post("v1/completions", record, signal)).activations_meta;
       if (stored.status === "failed") throw new ApiError(`The row could not be stored: ${stored.reason}`);
       const row = { run_id: stored.runs[0].run_id, point: point(source.layer) };
       const change = { op: "replace", point: point(target.layer), tokens: { positions: [target.position] }, from: row };
-      const settings = { ...from.read(), max_tokens: PATCHED };
       const bodies = [continuing(model, prompt, settings), continuing(model, prompt, settings, { interventions: [change] })];
       code.note("The row that is patched", { method: "POST", path: "v1/completions", body: record });
       code.note("The patched answer", { method: "POST", path: "v1/completions", body: bodies[1] });
-      await Promise.all(bodies.map((body, i) => complete(body, (tokens) => strips[i][1].add(tokens), signal)));
-      compare(...strips.map(([, strip]) => strip));
-    } catch (error) {
-      if (!isAbort(error)) result.append(errorNote(error, () => patch(source, target)));
-    } finally {
-      if (result.contains(halt)) pins.restore(); // else another patch, or none, is shown
-      halt.remove();
-    }
+      await Promise.all(bodies.map((body, i) => complete(body, (tokens, { text: said }) => strips[i].add(tokens, said), signal)));
+      compare(...strips);
+    }, () => patch(source, target));
+    if (ended === null) return; // another patch, or none, is shown
+    for (const [made, strip] of panes) made.append(asPlain(strip) ?? "");
+    pins.restore();
   }
 
   function compare(one, other) {
@@ -252,11 +224,12 @@ export function view(app) {
     element,
     read: () => {
       const { ids, count, ...rest } = from.read();
-      const whole = text && !isStale ? { ids: text.ids, count: text.count } : ids ? { ids, count } : {};
+      const whole = text && !isStale() ? { ids: text.ids, count: text.count, model: text.model } : ids ? { ids, count } : {};
       return { ...rest, ...whole, by: by.value, ...(chosen ? { cell: chosen } : {}), ...(patched ? { patch: patched } : {}), ...pins.read() };
     },
     write: (state) => {
-      patching?.abort();
+      reading.end();
+      clear();
       from.write(state);
       if (Object.hasOwn(BY, asText(state.by))) by.value = state.by;
       colour = colours();
@@ -265,11 +238,9 @@ export function view(app) {
       pins.write(state);
       patched = [state.patch?.from, state.patch?.to].every(isCell) ? state.patch : null;
       held.replaceChildren(empty("Press “Read the layers”."));
-      result.replaceChildren();
     },
     begin: async (at = 0) => {
-      await begin();
-      if (text) grid.scrollTo(at);
+      if (await begin()) grid.scrollTo(at);
     },
   };
 }

@@ -1,7 +1,7 @@
 // The frame around the views: which one is shown, for which model, and what there is to say of the server.
 
 import { get, isThere, key, server } from "./api.js";
-import { button, copy, errorNote, fill, h, whenQuiet } from "./dom.js";
+import { button, copy, errorNote, fill, goTo, h, whenQuiet } from "./dom.js";
 import * as links from "./state.js";
 
 const VIEWS = {
@@ -29,8 +29,7 @@ let isKnown = false; // whether the server has told its models: it may have none
 const app = {
   model: () => chooser.value,
   info: () => models.find(({ id }) => id === chooser.value) ?? null,
-  structure: () => {
-    const model = app.model();
+  structure: (model = app.model()) => {
     if (!structures.has(model)) {
       const asked = get("v1/model/structure", { model });
       structures.set(model, asked);
@@ -43,13 +42,15 @@ const app = {
   /** Opens another view in a state, and has it begin, at a token. No link does the latter: it would have the model work. */
   open: async (name, state, at) => {
     keep(); // whoever goes back finds this view as it was left
-    history.pushState(null, "", links.written(name, { model: app.model(), ...state }));
+    history.pushState(null, "", written(name, state));
     await show();
     await made.get(name)?.begin?.(at);
   },
 };
 
-const address = () => links.written(shown, { ...made.get(shown)?.read(), model: app.model() });
+// A view whose tokens are another model's names that one.
+const written = (name, state) => links.written(name, { model: app.model(), ...state });
+const address = () => written(shown, made.get(shown)?.read());
 const lineage = (name) => `${performance.timeOrigin} ${writes.get(name) ?? 0}`; // the same until the view is set anew
 // Not while a view's module is on its way: the address has the state that the view is to open in.
 const keep = () => made.has(shown) && history.replaceState(lineage(shown), "", address());
@@ -60,7 +61,7 @@ async function show() {
   notice("link", damaged ? "The link is damaged: the view opens empty." : null);
   const one = await activate(view in VIEWS ? view : "chat");
   if (!one) return;
-  if (state.model && [...chooser.options].some(({ value }) => value === state.model)) chooser.value = state.model;
+  if (state.model) offer(links.asText(state.model));
   const wentOn = history.state === lineage(shown); // since it was left here
   if (Object.keys(state).length && !wentOn && location.hash !== address()) {
     one.write(state);
@@ -76,8 +77,11 @@ async function activate(name) {
     if (link.dataset.view === name) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
+  const hadFocus = place.contains(document.activeElement);
+  if (shown !== name) made.get(shown)?.leave?.();
   shown = name;
   document.title = `${VIEWS[name][0]} – Vitrine`;
+  place.setAttribute("aria-label", VIEWS[name][0]);
   try {
     if (!made.has(name)) made.set(name, (await VIEWS[name][1]()).view(app));
   } catch (error) {
@@ -85,24 +89,42 @@ async function activate(name) {
     return null;
   }
   if (shown !== name) return null;
-  place.replaceChildren(made.get(name).element);
+  const { element } = made.get(name);
+  if (place.firstElementChild !== element) place.replaceChildren(element);
+  if (hadFocus && document.activeElement === document.body) goTo(place);
   return made.get(name);
 }
 
-async function know() {
+/** Reads which models there are; a look `isAgain` that finds the same ones changes nothing. */
+async function know(isAgain = false) {
+  let found;
   try {
-    models = (await get("v1/models")).data;
-    isKnown = true;
-    notice("key", null);
+    found = (await get("v1/models")).data;
   } catch (error) {
-    if (error.status !== 401) notice("models", errorNote(error, know));
-    return;
+    if (error.status !== 401 && !isAgain) notice("models", errorNote(error, () => know()));
+    return error.status && error.status !== 401 && soon();
   }
-  notice("models", models.length ? null : "No model is loaded: POST /models/load loads one.");
-  fill(chooser, models.map(({ id }) => [id]));
-  const wanted = links.read().state.model;
-  if (models.some(({ id }) => id === wanted)) chooser.value = wanted;
-  await made.get(shown)?.ready?.();
+  const ids = (all) => JSON.stringify(all.map(({ id }) => id));
+  const isSame = isAgain && isKnown && ids(found) === ids(models);
+  [models, isKnown] = [found, true];
+  if (isSame) return isServed() || soon();
+  notice("key", null);
+  structures.clear();
+  offer(chooser.value);
+  return made.get(shown)?.ready?.();
+}
+
+const isServed = () => models.some(({ id }) => id === chooser.value);
+
+/** Offers the models, and chooses one, also one that is not served: no other is asked in its place. */
+function offer(wanted) {
+  const isMissing = wanted && !models.some(({ id }) => id === wanted);
+  fill(chooser, [...models.map(({ id }) => [id]), ...(isMissing ? [[wanted, isKnown ? `${wanted}, not served` : wanted]] : [])]);
+  if (wanted) chooser.value = wanted;
+  if (!isKnown) return;
+  if (!isServed()) soon(); // it may be about to be loaded
+  const none = models.length ? null : "No model is loaded: POST /models/load loads one.";
+  notice("models", isMissing ? `The model ${wanted} is not served now: choose another one, or load it by POST /models/load.` : none);
 }
 
 /** Says something above the view under a name, until it is said otherwise; null takes it away. */
@@ -112,7 +134,7 @@ function notice(name, ...said) {
 }
 
 function askKey(label) {
-  const input = h("input", { type: "password", autocomplete: "off", id: "key-input", required: true });
+  const input = h("input", { type: "password", autocomplete: "off", id: "key-input", required: true, pattern: "\\s*[\\x21-\\x7e]+\\s*", title: "letters, digits and signs of ASCII, without spaces" });
   const form = h(
     "form",
     {
@@ -120,7 +142,6 @@ function askKey(label) {
       onsubmit: (event) => {
         event.preventDefault();
         key.set(input.value.trim());
-        structures.clear();
         know();
       },
     },
@@ -139,7 +160,7 @@ server.addEventListener("away", () => {
   if (waiting) return;
   waiting = true;
   notice("away", "The server does not answer. What you typed stays; this page looks again while you look at it.");
-  setTimeout(lookAgain, AGAIN_MS);
+  soon();
 });
 server.addEventListener("back", () => {
   if (!waiting) return;
@@ -148,8 +169,17 @@ server.addEventListener("back", () => {
   know();
 });
 
+let timer = 0;
+function soon() {
+  clearTimeout(timer);
+  timer = setTimeout(lookAgain, AGAIN_MS);
+}
+
+/** Looks, while somebody looks at the page, for a server that is away, and for a model that is not served. */
 async function lookAgain() {
-  if (waiting && (document.hidden || !(await isThere()))) setTimeout(lookAgain, AGAIN_MS);
+  if (document.hidden) soon();
+  else if (!waiting) await know(true);
+  else if (!(await isThere())) soon();
 }
 
 nav.append(...Object.entries(VIEWS).map(([name, [title]]) => h("a", { href: `#${name}`, "data-view": name, onclick: keepState }, title)));
@@ -161,7 +191,7 @@ async function keepState(event) {
   const name = event.currentTarget.dataset.view;
   keep();
   const state = made.get(name)?.read();
-  history.pushState(lineage(name), "", state ? links.written(name, { ...state, model: app.model() }) : `#${name}`);
+  history.pushState(lineage(name), "", state ? written(name, state) : `#${name}`);
   const one = await activate(name);
   if (isKnown) await one?.ready?.();
 }
@@ -173,6 +203,7 @@ document.getElementById("share").addEventListener("click", (event) => {
   copy(location.href, event.currentTarget);
 });
 chooser.addEventListener("change", () => {
+  offer(chooser.value);
   app.changed();
   made.get(shown)?.ready?.();
 });

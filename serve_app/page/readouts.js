@@ -1,11 +1,12 @@
 // Readouts: those that are installed, and the tokens of a session for which one's value is the largest.
 
-import { address, get, isAbort } from "./api.js";
-import { button, choose, empty, errorNote, field, fill, h, newId, number, table, visible } from "./dom.js";
+import { address, get } from "./api.js";
+import { button, choose, empty, errorNote, field, fill, h, keepingFocus, newId, number, table, visible } from "./dom.js";
 import { readouts, scores, scoresBody, span, storedTokens, tokenized } from "./recompute.js";
 import { legend, onTheme, paint } from "./scales.js";
 import { columns, mostOf, scoreScale, titleOf, valueOf } from "./scores.js";
 import { asNumber, asText } from "./state.js";
+import { work } from "./work.js";
 import "./code.js";
 
 const KEPT = 30; // tokens that are shown
@@ -25,7 +26,7 @@ export function view(app) {
   const session = h("input", { list: sessions.id, spellcheck: false, required: true });
   const most = h("input", { type: "number", min: 1, max: MOST_RUNS, value: 10 });
   const run = h("button", { class: "main" }, "Find the strongest tokens");
-  const stop = button("Stop", () => running?.abort(), { hidden: true });
+  const finding = work({ trouble, starts: run });
   const steer = button("", () => {
     const what = readout().kind === "sae" ? { kind: "feature", sae: name, feature: column() } : { kind: "probe", probe: `${name}/${column()}` };
     app.open("steer", { ...what, model: readout().model });
@@ -39,7 +40,7 @@ export function view(app) {
     "form",
     { noValidate: true, onsubmit: (event) => (event.preventDefault(), find()) },
     h("div", { class: "fields" }, featureField, valueField, field("Session", session, "of stored runs"), field("First runs to read", most, "each goes through the model once more, without interventions")),
-    h("div", { class: "row" }, run, stop, steer),
+    h("div", { class: "row" }, run, finding.stop, steer),
     sessions,
   );
   opened.append(facts, form, status, result);
@@ -49,7 +50,6 @@ export function view(app) {
 
   let installed = [];
   let name = "";
-  let running = null;
   let best = []; // the largest: `{ score, at, texts, facts }`
   let sought = null; // of which they are: `[readout, column]`
 
@@ -77,12 +77,12 @@ export function view(app) {
     if (wanted !== name) clear();
     name = wanted;
     app.changed();
-    await list();
+    await keepingFocus(list, () => facts.querySelector("h2"));
     facts.querySelector("h2")?.scrollIntoView({ block: "nearest" });
   }
 
   function clear() {
-    running?.abort();
+    finding.end();
     best = [];
     result.replaceChildren();
     status.textContent = "";
@@ -139,17 +139,8 @@ export function view(app) {
       return;
     }
     app.changed();
-    const mine = (running = new AbortController());
-    trouble.replaceChildren();
-    [run.disabled, stop.hidden] = [true, false];
-    try {
-      await read(mine.signal);
-    } catch (error) {
-      status.textContent = isAbort(error) && running === mine && best.length ? `Stopped. ${status.textContent}` : "";
-      if (!isAbort(error)) result.replaceChildren(errorNote(error, find));
-    } finally {
-      if (running === mine) [run.disabled, stop.hidden] = [false, true];
-    }
+    const ended = await finding.run(read, find);
+    if (ended === false) status.textContent = best.length ? `Stopped. ${status.textContent}` : "";
   }
 
   /** Reads one run after another, and shows the largest values so far. */
@@ -197,6 +188,7 @@ export function view(app) {
   return {
     element,
     ready: list,
+    leave: () => finding.stop.click(), // it would go from run to run while nobody looks
     read: () => ({ readout: name, feature: feature.valueAsNumber || 0, value: Number(value.value) || 0, session: session.value, runs: most.valueAsNumber || 10 }),
     write: (state) => {
       clear();

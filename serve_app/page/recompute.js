@@ -17,6 +17,29 @@ export async function tokenized(model, { text, chat, ids, count }, signal) {
   return { ids: tokens, texts, count: tokens.length };
 }
 
+/** The texts of tokens, or their ids where the model is not served: `{ texts, served }`. */
+export async function textsOf(model, ids, signal) {
+  try {
+    const { texts } = await tokenized(model, { ids }, signal);
+    return { texts, served: true };
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    return { texts: ids.map((one) => `‹${one}›`), served: false };
+  }
+}
+
+/** What a source form asks for as tokens, with the model's answer behind a text: `{ model, ids, texts, count }`. */
+export async function answered(model, asked, code, signal) {
+  const { ids, texts, count } = await tokenized(model, asked, signal);
+  if (!asked.ids && asked.max_tokens) {
+    const body = continuing(model, [...ids], asked);
+    code.note("The answer", { method: "POST", path: "v1/completions", body });
+    const add = (tokens) => (ids.push(...tokens.map(({ id }) => id)), texts.push(...tokens.map((one) => one.text)));
+    await complete(body, add, signal);
+  }
+  return { model, ids, texts, count };
+}
+
 /** The fields of a request that goes on from these token ids. */
 export const continuing = (model, ids, { max_tokens, temperature, top_p, seed }, more = {}) => ({
   model,

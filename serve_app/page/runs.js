@@ -1,19 +1,21 @@
 // Stored runs: which there are, and what of one is stored, in the same views as what is asked now.
 
-import { get, isAbort } from "./api.js";
+import { get } from "./api.js";
 import { colouring } from "./colouring.js";
 import { comparison } from "./compare.js";
-import { button, choose, empty, errorNote, field, h, number, table, visible } from "./dom.js";
+import { button, choose, empty, field, goTo, h, keepingFocus, number, table, visible } from "./dom.js";
 import { downloads } from "./downloads.js";
-import { complete, rowsBody, storedTokens, tokenized } from "./recompute.js";
+import { complete, rowsBody, storedTokens, textsOf } from "./recompute.js";
 import { onTheme } from "./scales.js";
 import { COLUMN } from "./scores.js";
 import { asText } from "./state.js";
 import { details, onLook, pinning } from "./tokens.js";
+import { work } from "./work.js";
 import "./code.js";
 
 const SHOWN = 50; // sessions or runs of a page
 const PATTERN = ".attention.weights";
+const RESIDUAL = /^layers\.\d+\.(input|resid_mid|output)$/;
 
 export function view(app) {
   const filters = Object.fromEntries(["model", "tag", "sample_id", "since", "until"].map((name) => [name, h("input", { spellcheck: false })]));
@@ -41,7 +43,10 @@ export function view(app) {
   let listed = ""; // the session whose runs stand in the list
   let colour = {}; // of the run that is open
   let loaded = false;
-  let reading = null;
+  const reading = work({ trouble });
+  const extra = h("div"); // what goes wrong where a run's tokens are scored, and
+  const scored = h("span", { class: "from", role: "status" });
+  const scoring = work({ trouble: extra });
   const pins = pinning(app.changed); // of the run that is open
   let repaint = () => {}; // what is open, after a change between dark and light
   onTheme(() => repaint());
@@ -54,19 +59,9 @@ export function view(app) {
     until: seconds(filters.until.value),
   });
 
-  /** Runs a step that reads from the server; what fails is said in its place. */
-  async function reads(step) {
-    reading?.abort();
-    reading = new AbortController();
-    trouble.replaceChildren();
-    try {
-      await step(reading.signal);
-    } catch (error) {
-      if (!isAbort(error)) trouble.replaceChildren(errorNote(error, () => reads(step)));
-    }
-  }
+  /** Runs a step that reads from the server and shows what it has read. */
+  const reads = (step) => keepingFocus(() => reading.run(step, () => reads(step)), () => held.querySelector("h2, .scroll, .empty"));
 
-  const failed = (error) => trouble.replaceChildren(errorNote(error));
   const list = () => (session ? openSession(session) : listSessions());
 
   function listSessions(after = "") {
@@ -98,10 +93,11 @@ export function view(app) {
   /** Leaves the list as it is, with what is checked, where there is one. */
   function close() {
     if (listed !== session) return openSession(session);
-    reading?.abort();
+    for (const one of [reading, scoring]) one.end();
     run = other = "";
     repaint = () => {};
     opened.replaceChildren();
+    goTo(held.querySelector("h2"));
     return app.changed();
   }
 
@@ -117,12 +113,12 @@ export function view(app) {
     const row = (one) => {
       const box = h("input", { type: "checkbox", "aria-label": `Compare ${one.run_id}`, onchange: () => (compare.disabled = [...boxes.values()].filter(({ checked }) => checked).length !== 2) });
       boxes.set(one.run_id, box);
-      return [box, button(one.run_id, () => (pins.write(), openRun(one.run_id)), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), h("span", { class: "words" }, tagsOf(one)), one.finish_reason ?? ""];
+      return [box, button(one.run_id, () => (pins.write(), openRun(one.run_id)), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), h("span", { class: "words" }, tagsOf(one)), one.available === false ? "on a node that is away" : one.finish_reason ?? ""];
     };
     const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
     listed = session;
     held.replaceChildren(
-      h("p", { class: "row" }, button("All sessions", () => listSessions()), h("strong", {}, session), ...downloads(session, "", failed)),
+      h("div", { class: "row" }, button("All sessions", () => listSessions()), h("h2", {}, session), ...downloads(session, "", trouble)),
       data.length ? table(`Runs of ${session}`, heads, data.map(row)) : empty("No run fits the filters."),
       h("p", { class: "row" }, compare, more ? button("More", () => openSession(session, data.at(-1).run_id)) : null),
     );
@@ -132,37 +128,36 @@ export function view(app) {
     run = id;
     other = second;
     app.changed();
+    scoring.end();
     await reads(async (signal) => {
-      opened.replaceChildren(h("p", { class: "wait", role: "status" }, "Reading the run…"));
+      opened.replaceChildren(h("p", { class: "row" }, h("span", { class: "wait", role: "status" }, "Reading the run…"), reading.stop));
       try {
         const found = await Promise.all([id, second].filter(Boolean).map((one) => readRun(one, signal)));
         repaint = () => {};
         if (second) repaint = comparison(opened, ...found);
         else show(found[0]);
         opened.scrollIntoView({ block: "start" });
+        if (element.contains(document.activeElement)) goTo(opened.querySelector("h2"));
       } catch (error) {
-        opened.replaceChildren();
+        if (run === id) opened.replaceChildren();
         throw error;
       }
     });
   }
 
-  /** What is stored of a run, with its tokens as texts where its model is served. */
+  /** What is stored of a run, with its tokens as texts where its model is served, and what could be computed now. */
   async function readRun(id, signal) {
     const { data } = await get("v1/activations/runs", { run: id, session }, signal);
     if (!data.length) throw new Error(`The session ${session} has no run ${id} any more.`);
     const [facts] = data;
     const { names, ids, positions, isWhole } = await storedTokens(facts, signal);
-    let texts = ids.map((one) => `‹${one}›`);
-    let served = true;
-    try {
-      ({ texts } = await tokenized(facts.model, { ids }, signal));
-    } catch (error) {
-      if (isAbort(error) || error.status !== 404) throw error;
-      served = false;
-    }
+    const { texts, served } = await textsOf(facts.model, ids, signal);
+    const isAble = isWhole && served; // its model can be asked again
+    const { points } = isAble ? await app.structure(facts.model) : { points: [] };
+    signal.throwIfAborted();
+    const lacking = points.map(({ name }) => name).filter((name) => RESIDUAL.test(name) && !(name in facts.points));
     const tokens = texts.map((text, i) => ({ text, id: ids[i], part: positions[i] < facts.prompt_tokens ? "prompt" : "answer" }));
-    return { facts, names, ids, positions, tokens, served, isWhole };
+    return { facts, names, ids, positions, tokens, served, isWhole, isAble, lacking };
   }
 
   async function show(of) {
@@ -173,14 +168,14 @@ export function view(app) {
     pins.watch([strip]);
     const about = h("aside", { "aria-label": "Token" }, ...details());
     const colours = colouring(app, { code, stored: true, onchange: () => ((colour = colours.read()), app.changed(), recolour()) });
-    colours.setPoints(names.filter((name) => !name.endsWith(PATTERN) && !name.startsWith(COLUMN)));
+    colours.setPoints(names.filter((name) => !name.endsWith(PATTERN) && !name.startsWith(COLUMN)), of.lacking);
     colours.write(colour);
-    const extra = h("div");
+    for (const one of [extra, scored]) one.replaceChildren();
     const later = h("div"); // a colour that is not computed by itself
     const look = (index) => about.replaceChildren(...details(strip.tokens[index], of.positions[index] ?? "", colours.scores(strip, index)));
     const recolour = async () => {
       later.replaceChildren();
-      await colours.apply(strip, { ids, run: facts, positions: of.positions, isWhole: of.isWhole });
+      await colours.apply(strip, { model: facts.model, ids, run: facts, positions: of.positions, isWhole: of.isWhole });
       if (!opened.contains(strip)) return;
       if (strip.pinned >= 0) look(strip.pinned);
       colour = colours.read(); // with what is chosen of a list that came meanwhile
@@ -193,8 +188,8 @@ export function view(app) {
       h("h2", {}, facts.run_id),
       h("p", { class: "from" }, `${facts.model}, ${time(facts.created)}, ${facts.prompt_tokens} + ${facts.tokens - facts.prompt_tokens} tokens${tags ? `, ${tags}` : ""}${of.isWhole ? "" : `; ${tokens.length} of them are stored`}`),
       of.served ? null : empty(`The model ${facts.model} is not served now, so that tokens show as their ids.`),
-      h("p", { class: "row" }, ...downloads(session, facts.run_id, failed), button("Close", close)),
-      h("div", { class: "split" }, h("div", {}, colours.element, later, strip, extra, more(of, strip, extra, recolour)), about),
+      h("p", { class: "row" }, ...downloads(session, facts.run_id, trouble), button("Close", close)),
+      h("div", { class: "split" }, h("div", {}, colours.element, later, strip, h("p", { class: "row" }, scored, scoring.stop), extra, more(of, strip, recolour)), about),
       h("details", {}, h("summary", {}, `Points: ${names.length}`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
     ];
     opened.replaceChildren(...parts.filter(Boolean));
@@ -202,48 +197,46 @@ export function view(app) {
     await colours.prepare(facts.model);
     if (!opened.contains(strip)) return;
     if (!colours.costs(facts)) recolour();
-    else later.replaceChildren(missing("This colour is not stored with the run.", isAble(of), "Compute it now", recolour));
+    else later.replaceChildren(h("p", { class: "row" }, "This colour is not stored with the run.", button("Compute it now", recolour, { disabled: !of.isAble })));
   }
 
   /** The other views of a run: from what is stored, or by the request that would record it. */
-  function more(of, strip, extra, recolour) {
-    const { facts, names, ids } = of;
+  function more(of, strip, recolour) {
+    const { facts, names, ids, isAble, lacking } = of;
     const patterns = names.filter((name) => name.endsWith(PATTERN));
-    const state = { ids, count: facts.prompt_tokens };
-    const able = isAble(of);
-    const why = able ? "" : of.isWhole ? `Choose the model ${facts.model} to ask it again.` : "Not all tokens are stored: the run cannot be asked again.";
+    const state = { model: facts.model, ids, count: facts.prompt_tokens };
+    const missing = (text, title, act) => h("p", { class: "row" }, h("span", {}, text), button(title, act, { disabled: !isAble }));
+    const again = { model: facts.model, prompt: ids, max_tokens: 0 };
     const parts = [h("h3", {}, "Look further")];
     if (patterns.length) {
       const layer = choose(patterns.map((name) => [/layers\.(\d+)\./.exec(name)?.[1] ?? "0", name]), { "aria-label": "Stored pattern" });
-      parts.push(h("div", { class: "row" }, button("Attention, as stored", () => app.open("attention", { session, run: facts.run_id, layer: layer.value }, 0)), layer));
+      parts.push(h("div", { class: "row" }, button("Attention, as stored", () => app.open("attention", { model: facts.model, session, run: facts.run_id, layer: layer.value }, 0)), layer));
     } else {
-      const body = rowsBody(facts.model, ids, ["layers.0.attention.weights"], [ids.length - 1]);
-      const capture = { ...body.capture, tokens: "all", return: "reference" };
-      parts.push(missing("Attention was not recorded.", able, "Compute it now", () => app.open("attention", state, 0)));
-      code.note("To record attention", { method: "POST", path: "v1/completions", body: { ...body, prompt: ids, capture } });
+      parts.push(missing("Attention was not recorded.", "Compute it now", () => app.open("attention", state, 0)));
+      code.note("To record attention", { method: "POST", path: "v1/completions", body: { ...again, capture: { points: [`layers.0${PATTERN}`], mode: "trace" } } });
     }
-    const score = { model: facts.model, prompt: ids, max_tokens: 0, echo: true, logprobs: 5, return_token_ids: true };
-    parts.push(missing("The lens is not stored with runs.", able, "Read it from the model now", () => app.open("lens", state, facts.prompt_tokens)));
-    parts.push(missing("Probabilities are not stored with runs.", able, "Score the tokens now", () => rescore(score, strip, extra, recolour)));
+    if (lacking.length) {
+      parts.push(h("p", {}, `${lacking.length} points of the residual stream were not recorded. “Colour by” computes one of them now; a request below records them.`));
+      const points = [...new Set(lacking.map((name) => name.replace(/\d+/, "*")))];
+      code.note("To record the residual stream", { method: "POST", path: "v1/completions", body: { ...again, capture: { points, mode: "trace" } } });
+    }
+    const score = { ...again, echo: true, logprobs: 5, return_token_ids: true };
+    parts.push(missing("The lens is not stored with runs.", "Read it from the model now", () => app.open("lens", state, facts.prompt_tokens)));
+    parts.push(missing("Probabilities are not stored with runs.", "Score the tokens now", () => rescore(score, strip, recolour)));
     code.note("To score its tokens", { method: "POST", path: "v1/completions", body: score });
-    return h("div", {}, ...parts, why ? h("p", { class: "from" }, why) : null);
+    return h("div", {}, ...parts, of.isWhole ? null : h("p", { class: "from" }, "Not all tokens are stored: the run cannot be asked again."));
   }
 
-  const isAble = ({ facts, isWhole, served }) => isWhole && served && app.model() === facts.model; // to ask its model again
-  const missing = (text, able, title, act) => h("p", { class: "row" }, h("span", {}, text), button(title, act, { disabled: !able }));
-
-  async function rescore(body, strip, extra, recolour) {
-    extra.replaceChildren(h("p", { class: "wait", role: "status" }, "Scoring…"));
-    try {
-      const scored = [];
-      await complete(body, (tokens) => scored.push(...tokens));
-      strip.set(strip.tokens.map((token, i) => ({ ...token, logprob: scored[i]?.logprob, top: scored[i]?.top })));
-      extra.replaceChildren(h("p", { class: "from" }, "Scored now, with interventions left out: tokens have probabilities to look at and to colour by."));
-      pins.restore();
-      recolour();
-    } catch (error) {
-      extra.replaceChildren(errorNote(error, () => rescore(body, strip, extra, recolour)));
-    }
+  async function rescore(body, strip, recolour) {
+    scored.textContent = "Scoring…";
+    const tokens = [];
+    const ended = await scoring.run((signal) => complete(body, (some) => tokens.push(...some), signal), () => rescore(body, strip, recolour));
+    if (ended === null) return; // another run is shown
+    scored.textContent = ended ? "Scored now, with interventions left out: tokens have probabilities to look at and to colour by." : "";
+    if (!ended) return;
+    strip.set(strip.tokens.map((token, i) => ({ ...token, logprob: tokens[i]?.logprob, top: tokens[i]?.top })));
+    pins.restore();
+    recolour();
   }
 
   return {
@@ -255,9 +248,10 @@ export function view(app) {
       await list();
       return wanted[0] ? openRun(...wanted) : null;
     },
-    read: () => ({ session, run, other, colour, ...pins.read(), ...Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
+    read: () => ({ session, run, other, colour, ...pins.read(), filters: Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
     write: (state) => {
-      for (const [name, input] of Object.entries(filters)) if (name !== "model" || !session) input.value = name === "model" ? "" : asText(state[name]);
+      for (const one of [reading, scoring]) one.end();
+      for (const [name, input] of Object.entries(filters)) input.value = asText(state.filters?.[name]);
       colour = state.colour ?? {};
       pins.write(state);
       [session, run, other] = [state.session, state.run, state.other].map((one) => asText(one));

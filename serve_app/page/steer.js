@@ -1,6 +1,6 @@
 // Steering: the same answer with and without a direction added, side by side.
 
-import { isAbort, post } from "./api.js";
+import { post } from "./api.js";
 import { colouring } from "./colouring.js";
 import { button, choose, empty, errorNote, field, fill, h, number, percent } from "./dom.js";
 import { fillTensors, layers, source } from "./forms.js";
@@ -8,7 +8,8 @@ import { again, complete, continuing, directionOf, readouts, rows, tokenized, ve
 import { columns } from "./scores.js";
 import { asNumber, asText } from "./state.js";
 import { norm } from "./tensors.js";
-import { answerPane, details, onLook, pinning } from "./tokens.js";
+import { answerPane, asPlain, details, onLook, pinning } from "./tokens.js";
+import { work } from "./work.js";
 import "./code.js";
 
 const KINDS = [["prompts", "difference of two prompts"], ["probe", "a probe"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
@@ -32,15 +33,14 @@ export function view(app) {
   const strength = h("input", { type: "range", min: -2, max: 2, step: 0.05, value: 0.5 });
   const shown = h("output", {}, "0.50");
   const run = h("button", { class: "main" }, "Answer with and without");
-  const stop = button("Stop", () => running?.abort(), { hidden: true });
   const trouble = h("div");
+  const answering = work({ trouble, starts: run });
   const told = empty("Give a prompt, and a direction: two short texts that differ in what you want to add, or what is on the server. Both answers begin from one seed.");
   const result = h("div", {}, told);
   const about = h("aside", { "aria-label": "Token" }, ...details());
   const code = document.createElement("request-code");
   const colours = colouring(app, { code, onchange: () => (recolour(), app.changed()) });
   const pins = pinning(app.changed);
-  let running = null;
   let report = null;
   let answers = []; // `{ strip, text }` of the default and the steered one
   let installed = []; // readouts of the model
@@ -57,7 +57,7 @@ export function view(app) {
     from.element,
     h("fieldset", {}, h("legend", {}, "Direction"), field("From", kind), byPrompts, byProbe, byTensor, byFeature),
     h("div", { class: "fields" }, where, field("Which tokens", tokens), howMuch),
-    h("div", { class: "row" }, run, stop),
+    h("div", { class: "row" }, run, answering.stop),
   );
   const element = h("div", { class: "split" }, h("section", { "aria-label": "Steer" }, form, colours.element, trouble, result, code), about);
 
@@ -110,7 +110,7 @@ export function view(app) {
   }
 
   /** The interventions: one for each layer, with the vector of that layer. */
-  async function direction(signal) {
+  async function direction(model, signal) {
     if (kind.value === "feature") {
       if (!sae.value) throw new Error(`No autoencoder of this model is installed: ${HOW}.`);
       return [{ op: "add", sae: sae.value, feature: feature.valueAsNumber || 0, value: value.valueAsNumber || 0, tokens: tokens.value }];
@@ -128,7 +128,7 @@ export function view(app) {
       await vector(tensor.value, signal); // an early word where it is gone
       return points.map((point) => ({ ...how, point, vector: tensor.value }));
     }
-    const sides = await Promise.all([toward, away].map((box) => lastRows(box.value || box.placeholder, points, signal)));
+    const sides = await Promise.all([toward, away].map((box) => lastRows(model, box.value || box.placeholder, points, signal)));
     return Object.entries(sides[0]).map(([point, [row]]) => {
       const difference = row.map((value, i) => value - sides[1][point][0][i]);
       if (norm(difference) === 0) throw new Error("Both texts give the same activations: let them differ.");
@@ -136,62 +136,52 @@ export function view(app) {
     });
   }
 
-  async function lastRows(text, points, signal) {
-    const { ids } = await tokenized(app.model(), { text, chat: false }, signal);
-    return rows(app.model(), ids, points, [ids.length - 1], signal);
+  async function lastRows(model, text, points, signal) {
+    const { ids } = await tokenized(model, { text, chat: false }, signal);
+    return rows(model, ids, points, [ids.length - 1], signal);
   }
 
-  /** Ends and forgets the answers that are shown. */
+  /** Forgets the answers that are shown. */
   function drop() {
-    running?.abort();
     for (const { strip } of answers) colours.forget(strip);
     answers = [];
-    trouble.replaceChildren();
-    [run.disabled, stop.hidden] = [false, true];
   }
 
   async function begin() {
-    drop();
-    running = new AbortController();
-    const { signal } = running;
-    const asked = from.asked();
-    [run.disabled, stop.hidden] = [true, false];
-    const panes = ["Default", "Steered"].map((name) => answerPane(name));
-    report = h("p", { class: "from", role: "status" }, "Making the direction…");
-    result.replaceChildren(h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
-    const mine = (answers = panes.map(([, strip]) => ({ strip, text: { ids: [], offset: 0 } })));
-    for (const one of mine) onLook(one.strip, (index) => look(one, index));
-    pins.watch(mine.map(({ strip }) => strip));
-    try {
-      const interventions = await direction(signal);
-      const { ids } = await tokenized(app.model(), asked, signal);
+    let panes = [];
+    const isWhole = await answering.run(async (signal) => {
+      const model = app.model();
+      const asked = from.asked(model);
+      drop();
+      panes = ["Default", "Steered"].map((name) => answerPane(name));
+      report = h("p", { class: "from", role: "status" }, "Making the direction…");
+      result.replaceChildren(h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
+      const mine = (answers = panes.map(([, strip]) => ({ strip, text: { model, ids: [], offset: 0 } })));
+      for (const one of mine) onLook(one.strip, (index) => look(one, index));
+      pins.watch(mine.map(({ strip }) => strip));
+      const interventions = await direction(model, signal);
+      const { ids } = await tokenized(model, asked, signal);
       report.textContent = "";
       const live = colours.asked().length ? { readouts: colours.asked() } : {};
-      const bodies = [live, { ...live, interventions, report: true }].map((more) => continuing(app.model(), ids, asked, more));
+      const bodies = [live, { ...live, interventions, report: true }].map((more) => continuing(model, ids, asked, more));
       for (const { text } of mine) Object.assign(text, { ids: [...ids], offset: ids.length, comes: colours.asked()[0] });
       mine[1].text.more = again(interventions, ids.length);
       follow();
       code.note("Default", { method: "POST", path: "v1/completions", body: bodies[0] });
       code.note("Steered", { method: "POST", path: "v1/completions", body: bodies[1] });
       const ends = await Promise.all(bodies.map((body, i) => complete(body, (some, choice) => take(mine[i], some, choice), signal)));
-      tell(ends[1]);
-    } catch (error) {
-      if (mine !== answers) return;
-      running.abort(); // of the two answers, one may have failed alone
-      report.textContent = "";
-      if (!isAbort(error)) trouble.replaceChildren(errorNote(error, begin));
-    } finally {
-      if (mine === answers) {
-        [run.disabled, stop.hidden] = [false, true];
-        pins.restore();
-        recolour();
-      }
-    }
+      tell(ends[1], interventions[0].scale);
+    }, begin);
+    if (isWhole === null || !panes.length) return; // others have taken their place, or none were asked for
+    if (!isWhole) report.textContent = "";
+    for (const [made, strip] of panes) made.append(asPlain(strip) ?? "");
+    pins.restore();
+    recolour();
   }
 
-  function take({ strip, text }, tokens, { readouts: came }) {
+  function take({ strip, text }, tokens, { text: said, readouts: came }) {
     text.ids.push(...tokens.map(({ id }) => id));
-    strip.add(tokens);
+    strip.add(tokens, said);
     if (came) colours.arrived(strip, text, came);
   }
 
@@ -199,7 +189,7 @@ export function view(app) {
 
   async function recolour() {
     colours.prepare();
-    if (run.disabled && follow()) return;
+    if (answering.isRunning() && follow()) return;
     await Promise.all(answers.map(({ strip, text }) => colours.apply(strip, text)));
     for (const one of answers) if (one.strip.pinned >= 0) look(one, one.strip.pinned);
   }
@@ -209,8 +199,8 @@ export function view(app) {
   }
 
   /** By how much: the operations' unit and what they did, as the server reports it. */
-  function tell({ norms = [], report: done = [] }) {
-    const lengths = norms.map(({ point, norm: length }) => `${number(Math.abs(strength.valueAsNumber) * length)} at ${point}, where rows are ${number(length)} long`);
+  function tell({ norms = [], report: done = [] }, scale) {
+    const lengths = norms.map(({ point, norm: length }) => `${number(Math.abs(scale) * length)} at ${point}, where rows are ${number(length)} long`);
     const changes = done.map(({ point, rows: count, mean_change: mean, largest_change: most }) => (count ? `${count} rows at ${point} by ${percent(mean)} of their length on average, by ${percent(most)} at the most` : `no row at ${point}`));
     report.textContent = lengths.length ? `Added a vector of length ${some(lengths)} (median). ` : "";
     if (changes.length) report.append(`Changed ${some(changes)}.`);
@@ -245,7 +235,9 @@ export function view(app) {
       // Another view gives a feature alone: what was typed stays, and the answers to it.
       if ("text" in state || state.ids) {
         from.write(state);
+        answering.end();
         drop();
+        trouble.replaceChildren();
         result.replaceChildren(told);
         about.replaceChildren(...details());
       }

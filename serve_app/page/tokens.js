@@ -14,6 +14,7 @@ const BLOCK = 200; // tokens of a block without a new line; as many again where 
  */
 class TokenStrip extends HTMLElement {
   tokens = [];
+  text = ""; // of the answer as a whole: a character may be of several tokens
   pinned = -1;
   #at = -1; // where the keyboard is
   #drawn = []; // the elements
@@ -30,7 +31,7 @@ class TokenStrip extends HTMLElement {
     if (!this.hasAttribute("aria-label")) this.setAttribute("aria-label", "Tokens");
     this.tabIndex = 0;
     this.onkeydown = (event) => this.#press(event);
-    this.onclick = (event) => this.#byPointer(event, (index) => this.pin(index === this.pinned ? -1 : index));
+    this.onclick = (event) => this.#byPointer(event, (index) => (this.#go(index, false), this.pin(index === this.pinned ? -1 : index)));
     this.onpointerover = (event) => this.#byPointer(event, (index) => this.#tell("look", index));
     this.onfocus = () => this.tokens.length && this.#go(this.#at < 0 ? Math.max(this.pinned, 0) : this.#at, false);
     this.onblur = () => this.#mark(this.#at, "at", false);
@@ -53,9 +54,10 @@ class TokenStrip extends HTMLElement {
     this.add(tokens);
   }
 
-  /** Shows these behind what is there, in the next frame. */
-  add(tokens) {
+  /** Shows these, and the text that they add, behind what is there, in the next frame. */
+  add(tokens, text = "") {
     this.tokens.push(...tokens);
+    this.text += text;
     this.#draw();
   }
 
@@ -164,6 +166,12 @@ export function answerPane(name, heading = "h2") {
   const strip = document.createElement("token-strip");
   strip.setAttribute("aria-label", `${name}: tokens of the answer`);
   return [h("section", { "aria-label": name }, h(heading, {}, name), strip), strip];
+}
+
+/** What opens an answer as a text, in its own direction, to read and copy; null where there is none. */
+export function asPlain(strip) {
+  const text = h("div", { class: "plain", dir: "auto" });
+  return strip.text ? h("details", { ontoggle: () => (text.textContent = strip.text) }, h("summary", {}, "Show as text"), text) : null;
 }
 
 /** Which tokens of a view's strips are pinned, in the strips' order, as a link holds it; `onchange` hears of another one. */

@@ -8,7 +8,7 @@ import re
 import httpx
 import pytest
 import torch
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from safetensors.torch import load
 
 MODEL, WIDTH, POINT = "vitrine-demo", 192, "layers.3.output"
@@ -50,7 +50,8 @@ def ground(page: Page, index: int) -> str:
 def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, installed):
     page = opened("#readouts", color_scheme="light", bypass_csp=True)
     expect(page.get_by_role("row", name=re.compile("page-probe linear .* sum, <b>"))).to_be_visible()
-    page.get_by_role("button", name="page-sae").click()
+    page.get_by_role("button", name="page-sae").press("Enter")
+    expect(page.get_by_role("heading", name="page-sae")).to_be_focused()
     expect(page.locator(".facts")).to_contain_text(DESCRIPTION)
     feature = max(installed[-1], key=installed[-1].__getitem__)
     want = sorted((row.get(feature, 0.0) for row in installed), reverse=True)
@@ -120,6 +121,10 @@ def test_stopping_a_search_keeps_what_was_found_and_asks_for_no_more(opened, ins
     expect(page.get_by_role("button", name="Find the strongest tokens")).to_be_enabled()
     assert found.locator("tbody tr").count()
     assert len(asked) == 2
+    page.get_by_role("button", name="Find the strongest tokens").click()
+    expect(page.get_by_text("Reading run 1 of 3")).to_be_visible()
+    with page.expect_event("requestfailed"):
+        page.get_by_role("link", name="Chat").click()  # nobody looks at what the search finds
 
 
 def test_what_is_not_there_is_said_with_what_to_do(opened, installed):
@@ -203,10 +208,17 @@ def test_a_probe_steers_in_the_direction_in_which_its_value_grows(opened, served
     page.get_by_label("Strength").fill("2")
     page.get_by_text("Answer and sampling").click()
     page.get_by_label("Most new tokens").fill("8")
+    held: list[Route] = []
+    page.route("**/v1/completions", lambda route: held.append(route))
     with page.expect_request(lambda request: "interventions" in (request.post_data or "")) as asked:
         page.get_by_role("button", name="Answer with and without").click()
+    page.get_by_label("Strength").fill("0.5")  # of the next answers
+    for route in held:
+        route.continue_()
     told = page.get_by_text(re.compile(f"Added a vector of length .* at {POINT}"))
     expect(told).to_be_visible(timeout=ANSWERED)
+    length, rows = re.findall(r"length ([\d.]+) at .* rows are ([\d.]+) long", told.text_content())[0]
+    assert float(length) == pytest.approx(2 * float(rows), rel=0.01)
     (change,) = asked.value.post_data_json["interventions"]
     weight = load(httpx.get(f"{served.base_url}/readouts/page-probe/file", timeout=60).content)["weight"]
     assert (change["point"], change["unit"], change["scale"]) == (POINT, "residual_norm", 2)

@@ -104,7 +104,7 @@ def test_stop_frees_the_slots_of_a_view(opened, install, statistics, eventually,
     token = page.locator("token-strip [role=option]").first
     if view in ("chat", "patch", "steer"):
         expect(token).to_be_visible()
-    stop = page.get_by_role("button", name="Stop")
+    stop = page.locator(".patched" if view == "patch" else "main").get_by_role("button", name="Stop")
     stop.click()
     running(0, WITHIN_S)
     expect(stop).to_be_hidden()
@@ -129,6 +129,60 @@ def test_stopping_what_is_read_for_a_colour_leaves_the_answer_as_it_is(opened):
     expect(page.locator("main .legend")).to_contain_text("probability")  # of the colours that are still there
     page.get_by_label("Colour by").select_option("entropy")
     expect(page.locator("main .legend")).to_contain_text("bits")
+
+
+def test_a_lens_that_was_stopped_or_failed_stays_whole_and_goes_on(opened):
+    page = opened("#lens")
+    stop, cells = page.get_by_role("button", name="Stop"), page.get_by_role("gridcell")
+    page.route("**/v1/completions", lambda route: route.fulfill(status=500, json={}))
+    page.get_by_label("Text").fill(PROMPT)
+    page.get_by_text("Answer and sampling").click()
+    page.get_by_label("Most new tokens").fill("0")
+    page.get_by_role("button", name="Read the layers").click()
+    expect(page.locator("main .error")).to_contain_text("answered 500")
+    page.unroute("**/v1/completions")
+    page.route("**/v1/completions", lambda _: None)  # no answer comes
+    page.get_by_role("button", name="Try again").click()
+    expect(page.get_by_text("Reading tokens 0 to")).to_be_visible()
+    with page.expect_event("requestfailed"):
+        stop.click()
+    expect(page.get_by_text("Reading tokens 0 to")).to_be_hidden()
+    page.unroute("**/v1/completions")
+    page.get_by_label("Colour by").select_option("rank")
+    expect(cells.last).to_have_attribute("aria-label", re.compile(r"rank \d+$"))
+
+    page.route("**/v1/completions", lambda _: None)
+    page.get_by_label("Text").fill("Ann reads a book")
+    page.get_by_label("Most new tokens").fill("8")
+    page.get_by_role("button", name="Read the layers").click()
+    stop.click()
+    cells.last.click()
+    expect(page.get_by_role("complementary")).to_contain_text("“ boxes”")  # of the text that is shown
+    expect(page.get_by_role("complementary").get_by_role("button", name="Stop")).to_be_visible()
+    page.get_by_role("button", name="Read the layers").click()
+    follow(page, "lens", {"text": "Another text"})
+    expect(page.get_by_text("Press “Read the layers”")).to_be_visible()
+    expect(stop).to_have_count(0)
+    assert page.locator("main .error").count() == 0
+
+
+def test_a_layer_that_is_chosen_while_another_is_read_can_be_stopped(opened):
+    page = opened("#attention")
+    page.get_by_label("Text").fill(PROMPT)
+    page.get_by_label("Layer").select_option("1")
+    page.get_by_role("button", name="Show the heads").click()
+    expect(page.get_by_role("heading", name="Layer 1, head 0")).to_be_visible()
+    page.route("**/v1/completions", lambda _: None)
+    for layer in "23":
+        with page.expect_request("**/v1/completions"):
+            page.get_by_label("Layer").select_option(layer)
+    stop = page.get_by_role("button", name="Stop")
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    expect(stop).to_be_visible()
+    stop.click()
+    expect(stop).to_be_hidden()
+    page.get_by_role("button", name="head 1").click()
+    expect(page.get_by_role("heading", name="Layer 1, head 1")).to_be_visible()  # that of the picture
 
 
 def test_a_page_that_nobody_uses_asks_the_server_nothing(opened):

@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from deployments.options import NO_MODEL
+from tests.browsers import follow
 
 HOSTILE = "<script>document.title = 'ran'</script><img src=x onerror=\"document.title='ran'\">\u202egnp.\u2066 \u200b"
 KEY = "sk-page-4fJc0Vb1xT9q"
@@ -131,6 +132,46 @@ def test_a_link_that_is_damaged_or_hostile_opens_a_view_all_the_same(opened):
     assert opened("#lens=%%%").get_by_text("The link is damaged").is_visible()
     page = opened("#chat=eyJtZXNzYWdlcyI6W3sicm9sZSI6MX0sbnVsbCwiPHNjcmlwdD4iXSwiZHJhZnQiOnsiYSI6MX19")
     expect(page.get_by_label("Message", exact=True)).to_have_value("")
+    follow(page, "chat", {"colour": None, "messages": [{"role": "user", "content": "Hello"}]})
+    expect(page.get_by_text("This chat comes from a link")).to_be_visible()
+
+
+def test_a_setting_is_sent_as_it_is_typed_or_said_to_be_wrong(opened):
+    page = opened()
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("0.33")
+    page.get_by_label("Top p").fill("0.975")
+    with page.expect_request(CHAT) as asked:
+        say(page, "Tom has 3 boxes")
+    body = asked.value.post_data_json
+    assert (body["temperature"], body["top_p"]) == (0.33, 0.975)
+    expect(page.locator(".under")).to_be_visible()
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").evaluate("one => { one.value = 3; }")
+    say(page, "Ann has 3 boxes")
+    expect(page.locator("main .error")).to_contain_text("Temperature: ")
+    expect(page.get_by_label("Temperature")).to_be_focused()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Ann has 3 boxes")
+    page.get_by_role("button", name="Answer again").click()
+    assert page.get_by_role("listbox").count() == 1  # the answer that is there stays
+
+
+def test_no_other_model_is_asked_in_the_place_of_one_that_is_not_served(opened):
+    page = opened()
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": []}))
+    page.reload()
+    expect(page.get_by_text("No model is loaded")).to_be_visible()
+    page.unroute("**/v1/models")
+    expect(page.get_by_text("No model is loaded")).to_be_hidden()
+    expect(page.locator("#model")).to_have_value(MODEL)
+    follow(page, "chat", {"model": "another", "draft": "Tom"})
+    expect(page.get_by_text("The model another is not served now")).to_be_visible()
+    with page.expect_request(CHAT) as asked:
+        page.get_by_role("button", name="Send").click()
+    assert asked.value.post_data_json["model"] == "another"
+    expect(page.locator("main .error")).to_contain_text("another")
+    page.locator("#model").select_option(MODEL)
+    expect(page.get_by_text("The model another is not served now")).to_be_hidden()
 
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(another_app, opened, tmp_path):
@@ -141,6 +182,10 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(another_app, opened, tmp_path):
         expect(page.get_by_label("The server asks for an API key")).to_be_visible()
         say(page, "What I typed")
         expect(page.get_by_label("Message", exact=True)).to_have_value("What I typed")
+        page.get_by_label(re.compile("API key")).last.fill("schlüssel-北京")
+        page.get_by_role("button", name="Use it").click()
+        expect(page.locator("#key-input:invalid")).to_be_focused()  # no header can hold it
+        assert page.get_by_text("does not answer").count() == 0
         for key, told in (("sk-wrong-0000000000", "does not know this API key"), (KEY, "No model is loaded")):
             page.get_by_label(re.compile("API key")).last.fill(key)
             page.get_by_role("button", name="Use it").click()

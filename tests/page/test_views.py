@@ -64,9 +64,13 @@ def test_a_chat_shows_what_each_token_was_chosen_from(opened, served):
     options(page).nth(2).click()
     options(page).nth(0).hover()
     expect(about.locator("dd").first).to_have_text(str(said["usage"]["prompt_tokens"] + 2))  # pinned, it stays
+    page.get_by_text("Show as text").click()
+    expect(page.locator(".plain[dir=auto]")).to_have_text(said["choices"][0]["message"]["content"])
 
     page.get_by_role("listbox").focus()
     page.keyboard.press("Escape")
+    page.keyboard.press("ArrowRight")  # from the token that was clicked
+    expect(about.locator("dd").first).to_have_text(str(said["usage"]["prompt_tokens"] + 3))
     page.keyboard.press("End")
     expect(about.locator("dd").first).to_have_text(str(said["usage"]["prompt_tokens"] + len(tokens) - 1))
     page.get_by_label("Colour by").select_option("norm")
@@ -103,6 +107,35 @@ def test_a_lens_reads_every_layer_and_a_cell_is_dragged_onto_another_token(opene
     ranks = [one["targets"][0]["rank"] for one in found[-1]["layers"]]
     labels = [cell.get_attribute("aria-label") or "" for cell in row.all()]
     assert [int(label.rpartition("rank ")[2]) for label in labels] == ranks
+
+
+def test_what_is_shown_stays_its_models_when_another_is_chosen(opened):
+    page = opened()
+    both = {"data": [{"id": MODEL}, {"id": "another"}]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=both))
+    page.reload()
+    chooser = page.locator("#model")
+    expect(chooser.locator("option")).to_have_count(2)
+    asked: list[str] = []
+    page.on("request", lambda one: one.url.endswith("/completions") and asked.append(one.post_data_json["model"]))
+    page.get_by_label("Store activations").check()
+    ask(page)
+    chooser.select_option("another")
+    page.get_by_label("Colour by").select_option("probability")
+    page.get_by_label("Point", exact=True).evaluate("one => { one.value = 'embed.output'; }")
+    page.get_by_label("Colour by").select_option("norm")
+    page.get_by_role("button", name="Lens grid").press("Enter")
+    expect(page.get_by_role("main", name="Lens")).to_be_focused()
+    expect(chooser).to_have_value(MODEL)
+    expect(page.get_by_role("gridcell").last).to_have_attribute("aria-label", re.compile("%$"))
+    chooser.select_option("another")
+    page.get_by_role("gridcell").last.click()
+    expect(page.get_by_role("complementary").get_by_role("listitem")).to_have_count(20)
+    other = opened(link(page))
+    expect(other.locator("#model")).to_have_value(MODEL)
+    page.get_by_role("button", name="Read the layers").click()
+    expect(page.locator("main .error")).to_contain_text(f"those of the model {MODEL}")
+    assert set(asked) == {MODEL}
 
 
 def test_a_patch_needs_no_mouse(opened):
@@ -291,13 +324,20 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
     page.get_by_label("Session").fill("page-tests")
     ask(page)
     ask(page, "And of 5 boxes?")
+    page.get_by_label("Points").fill("layers.2.output")  # of the next answers
+    page.get_by_label("Point", exact=True).evaluate("one => { one.value = 'layers.1.output'; }")
+    with page.expect_request("**/data?*"):  # what is stored is not asked of the model again
+        page.get_by_label("Colour by").select_option("norm")
+    page.get_by_label("Point", exact=True).fill("layers.*.mlp.output")
+    page.get_by_label("Point", exact=True).press("Enter")
+    expect(page.locator("main .error")).to_contain_text("names 6 points")
     page.get_by_role("button", name="Stored run", exact=True).last.click()
     strip = options(page, "Tokens of the run")
     expect(strip.last).to_be_visible()
     strip_length = strip.count()
     page.get_by_label("Colour by").last.select_option("norm")
     expect(page.locator("main .legend")).to_contain_text("norm")
-    run = page.get_by_role("heading", level=2).first.text_content()
+    run = page.get_by_role("heading", level=2, name="run-").text_content()
     page.get_by_label("Format").last.select_option("safetensors")
     for too_large in (False, True):  # by a link, or in pages
         if too_large:
@@ -308,6 +348,17 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
         assert ("/v1/activations/download/" in begun.value.url) == (not too_large)
         held = load(begun.value.path().read_bytes())
         assert len(held["layers.1.output"]) == strip_length
+    page.unroute("**/data?*")
+    page.route("**/data?*", lambda route: makes_no_link(route) if route.request.method == "POST" else None)
+    page.get_by_role("button", name="Download").last.click()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.get_by_role("button", name="Download").last).to_be_enabled()
+    page.unroute("**/data?*")
+    page.get_by_label("Point", exact=True).select_option("layers.2.output")
+    expect(page.get_by_text("Computed now, with interventions left out")).to_be_visible()
+    assert '["layers.*.input", "layers.*.resid_mid", "layers.*.output"]' in code(page, "To record the residual stream")
+    page.get_by_label("Point", exact=True).select_option("layers.1.output")
+    expect(page.get_by_text("Computed now, with interventions left out")).to_be_hidden()
     colour = page.get_by_label("Colour by").last
     colour.select_option("probability")
     expect(page.locator("main .error")).to_contain_text("Probabilities are not stored")
@@ -375,9 +426,11 @@ def test_an_answer_keeps_its_colours_while_others_come(opened):
           look.observe(document.querySelector("token-strip"), { subtree: true, attributeFilter: ["style"] });
         }"""
     )
+    code(page, "Chat", "as curl")
     ask(page, "And of 5 boxes?")
     expect(options(page).first).to_have_attribute("style", re.compile("background"))
     assert page.evaluate("window.painted") == 0
+    expect(page.locator("request-code pre")).to_have_text(re.compile("^curl .*And of 5 boxes", re.DOTALL))
 
 
 def test_runs_are_found_by_their_tags(opened, served):
@@ -390,8 +443,17 @@ def test_runs_are_found_by_their_tags(opened, served):
     page.get_by_role("textbox", name="Tag").fill("condition=<b>control</b>")
     page.get_by_role("button", name="Find").click()
     expect(page.get_by_role("row")).to_have_count(2)
-    page.get_by_role("button", name="page-tags").click()
+    page.get_by_role("textbox", name="Model").fill(MODEL)
+    runs = httpx.get(f"{served.base_url}/activations/runs?session=page-tags", timeout=60).json()
+    away = {"data": [one | {"available": False} for one in runs["data"]]}
+    page.route("**/v1/activations/runs?*", lambda route: route.fulfill(json=away))
+    page.get_by_role("button", name="page-tags").press("Enter")
+    expect(page.get_by_role("heading", name="page-tags")).to_be_focused()
     expect(page.get_by_role("cell", name="condition=<b>control</b>").first).to_be_visible()
+    expect(page.get_by_role("cell", name="on a node that is away").first).to_be_visible()
+    page.unroute("**/v1/activations/runs?*")
+    other = opened(link(page))
+    expect(other.locator("form.filters input").first).to_have_value(MODEL)
     page.get_by_role("textbox", name="Tag").fill("condition=other")
     page.get_by_role("button", name="Find").click()
     expect(page.get_by_text("No run fits")).to_be_visible()
