@@ -250,15 +250,15 @@ class Archive:
         if waiting := self._deletions.waiting():  # looked for behind `pending`: these are in the manifest afterwards
             self._write(waiting.values())
             self._deletions.end(waiting)
-        if not pending:
-            return
-        segments = defaultdict(list)
-        for (segment,) in pending:
-            segments[segment.rpartition("/")[0]].append(segment)
-        self._check()
-        remove_all([self._object(segment) for (segment,) in pending])
-        self._write(deletion(session_id, gone, done=True) for session_id, gone in segments.items())
-        self._wake.set()  # there may be more
+        if pending:
+            segments = defaultdict(list)
+            for (segment,) in pending:
+                segments[segment.rpartition("/")[0]].append(segment)
+            self._check()
+            remove_all([self._object(segment) for (segment,) in pending])
+            self._write(deletion(session_id, gone, done=True) for session_id, gone in segments.items())
+        if waiting or pending:
+            self._wake.set()  # there may be more
 
     def _copy_records(self) -> None:
         """Copy pins and owners to the manifest where they changed."""

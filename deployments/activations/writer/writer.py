@@ -169,8 +169,8 @@ class Writer:
         self._manager.close()
         self._commits.close()
 
-    def _put(self, work: Callable[[], Any], behind: bool = False, future: Future[Any] | None = None) -> Future[Any]:
-        request = _Request(work, future or Future(), behind)
+    def _put(self, work: Callable[[], Any], behind: bool = False) -> Future[Any]:
+        request = _Request(work, Future(), behind)
         with self._closing:  # nothing is queued behind the end
             if self._closed:
                 raise StoreError("The activation store is shutting down: send the request again")

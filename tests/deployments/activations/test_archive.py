@@ -314,20 +314,19 @@ def test_rows_and_downloads_of_what_is_in_the_bucket_alone_are_the_same(bucket, 
     assert reads(bucket) == []  # it was fetched once, and is on the disk
 
 
-def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(bucket, head, make, monkeypatch):
+@pytest.mark.parametrize("lost", [False, True], ids=["catalogue-kept", "catalogue-lost"])
+def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(bucket, head, make, monkeypatch, lost):
     one = head()
     one.archived(make("a"), make("b", session_id="other"))
     one.store(make("late"))  # perhaps on its way to the bucket
 
-    def dies(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr("deployments.activations.writer.retention.SessionManager._put_aside", dies)
         patched.setattr(archive.Archive, "_finish_deletions", lambda self: None)
-        assert one.archive.delete("session")  # the manifest says so, and then the process is killed
+        assert one.archive.delete("session")  # it is recorded, and then the process is killed
         one.close()
     assert bucket.objects()
+    if lost:
+        (one.root / NAME).unlink()
     again = head()
     assert [run["run_id"] for run in again.catalogue.runs()] == ["b"]
     assert not list((again.root / "session").glob("*.arrow"))
@@ -353,7 +352,8 @@ def test_runs_are_stored_while_the_bucket_hangs_at_a_deletion(bucket, head, make
     assert [run["run_id"] for run in head("new head").catalogue.runs()] == ["new"]
 
 
-def test_what_is_deleted_while_the_bucket_is_away_stays_deleted_also_over_a_restart(bucket, head, make):
+def test_what_is_deleted_while_the_bucket_is_away_stays_deleted_also_over_a_restart(bucket, head, make, monkeypatch):
+    monkeypatch.setattr("deployments.activations.files.places.ATTEMPTS", 1)
     one = head()
     one.archived(make("a"), make("b", session_id="other"))
     bucket.server.fails = lambda method, path: True
