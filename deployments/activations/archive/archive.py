@@ -3,7 +3,11 @@
 The manifest lists a segment only once its object is complete, with the same bytes as on disk. After a crash between the
 two, the segment is uploaded again. Segments in the bucket stay on the disk as a cache.
 
-More than 300 lines, because all that the thread does in a round depends on the same claim and catalogue.
+A deletion is final once it is in the state's database, with the names of the session's segments, which are never used
+again. The writer's thread so deletes sessions without a request to the bucket. The archive's thread writes the deletion
+to the manifest, and then removes the objects. What a crash leaves in between, the next start finishes.
+
+More than 300 lines, because all that the thread does depends on the same claim and catalogue.
 """
 
 from __future__ import annotations
@@ -14,26 +18,27 @@ import shutil
 import sqlite3
 import tempfile
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from deployments.activations.archive.cache import Cache
 from deployments.activations.archive.claim import BucketClaim, InUseError
+from deployments.activations.archive.deletions import Deletions
+from deployments.activations.archive.uploads import QUEUED, Pauses, Uploads
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Line, Manifest, is_snapshot, remove_all, upload
 from deployments.activations.catalogue.replaying import (
     deletion,
+    has_caught_up,
     kept_before,
     record,
     replay,
     restored,
-    segment_line,
+    segment_lines,
     write_snapshot,
 )
 from deployments.activations.facts import StoredFile, name_of
@@ -44,9 +49,8 @@ from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.state import Pins
 
-UPLOADS = 8  # segments that are uploaded at a time
 LOOK_S = 1.0  # between two looks for segments to upload
-PAUSES_S = (1.0, 300.0)  # before a failed upload is tried again: at first, doubled each time, and at the most
+REMOVED = 1000  # objects that are removed between two looks
 MANY_PARTS = 256  # parts of the manifest, from which on they may become a snapshot
 MOST_PARTS = 1024  # of the manifest, at which they do in any case
 _OF = ".archive"  # which bucket a directory archives to; no session id begins with '.'
@@ -73,21 +77,21 @@ class Archive:
         self.manifest = Manifest(place, name, root)
         self._bases = self.manifest.bases
         self._claim = BucketClaim(place, name)
-        self._connected = False
+        self._connected: int | None = None  # how often the catalogue was remade before it learned what the bucket has
         self._stopped: str | None = None  # why nothing is archived any more
         self.trouble = "it has only begun"  # why the last request to the bucket failed
-        self._writing = threading.RLock()  # one part of the manifest at a time, and what it changes in the catalogue
-        self._pauses: dict[str, tuple[float, float]] = {}  # by segment: until when, and how long the next one is
+        self._listing = threading.Lock()  # a deletion, or the choice of what is listed; never during a request
         self._wake, self._ending = threading.Event(), False
         self._copied: object = None  # the state's version that was copied
-        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="archive")
+        self._pauses = Pauses()  # of segments, and of the methods that the thread calls
+        self._uploads = Uploads(self._upload, self._wake.set, self._pauses)
         known = check_bucket(root, place)
         try:
             self._claim.acquire()
         except OSError as error:
             if not known:
                 raise
-            self._failed(error)  # it goes on without
+            self._failed("_connect", error)  # it goes on without
         if not known:
             if (before := kept_before(place)).is_dir():  # what a server of an earlier version kept on this machine
                 shutil.copytree(before, root, ignore=shutil.ignore_patterns(".catalogue*"), dirs_exist_ok=True)
@@ -102,11 +106,15 @@ class Archive:
         self.cache = Cache(self._root, self.manifest, catalogue, elsewhere, self._cache_bytes)
         self._pins = Pins(self._root)
         self._copies_of = Owners(self._root, read_only=True)  # apart: the writer's wait for no copying
+        self._deletions = Deletions(self._root)
+        if lines := self._deletions.waiting().values():  # perhaps they were killed before the files were gone
+            catalogue.change((), lambda database: replay(database, None, lines, self._bases))
+            catalogue.look()
         if self._claim.is_held:
             try:
                 self._connect()
             except OSError as error:
-                self._failed(error)
+                self._failed("_connect", error)
         self._thread = threading.Thread(target=self._loop, name="archive", daemon=True)
         self._thread.start()
 
@@ -115,7 +123,6 @@ class Archive:
         self._ending = True
         self._wake.set()
         self._thread.join()
-        self._pool.shutdown()
         self._claim.close()
 
     def retry(self) -> None:
@@ -142,82 +149,76 @@ class Archive:
         return bool(found)
 
     def delete(self, session_id: str) -> bool:
-        """Note in the manifest that a session, if it has segments, is deleted; its objects are removed later."""
-        with self._writing:
-            self._check()
+        """Forget a session for good, without a request to the bucket; whether there was one.
+
+        ArchiveError if the bucket is another server's now, or the catalogue never learned what is in it.
+        """
+        if self._stopped or not self._catalogue.change((), has_caught_up):
+            raise ArchiveError(f"what {self.place} has cannot be deleted now: {self.trouble}")
+        with self._listing:
+            files = self._catalogue.select("SELECT uri, archived FROM files WHERE session = ?", session_id)
+            whole = set(self._uploads.whole())
             # What is on a node alone is in no bucket, and stays there if the node has a later run.
-            known = [uri for uri in self._catalogue.files(session_id) if not node_of(uri) or self.is_archived(uri)]
-            there = [seen.uri for seen in scan_session(self._root, session_id)]
-            segments = {name_of(uri) for uri in (*known, *there)}
+            uris = [uri for uri, archived in files if archived or uri in whole or not node_of(uri)]
+            segments = {name_of(uri) for uri in (*uris, *(seen.uri for seen in scan_session(self._root, session_id)))}
+            line = deletion(session_id, segments)
             if segments:
-                self._write([deletion(session_id, segments)], [session_id])
+                self._deletions.add(line)
+            known = self._catalogue.drop(session_id)
+            self._catalogue.change((), lambda database: replay(database, None, [line], self._bases))
         self._wake.set()
-        return bool(segments)
+        return known or bool(segments)
 
     # ---- the manager's thread
 
     def _loop(self) -> None:
         while not self._ending:
-            try:
-                if self._pauses.get("", (0.0, 0.0))[0] <= time.monotonic():
-                    self._round()
-                    self._pauses.pop("", None)
-            except OSError as error:
-                self._failed(error)
-            except Exception:  # nothing is above this thread, and uploads must go on after any error
-                logger.exception("archiving to %s goes on later", self.place)
-                self._pause("")
+            self._attempt(self._connect)
+            if self._is_connected:
+                for work in (self._list_uploaded, self._begin_uploads, self._finish_deletions, self._copy_records):
+                    self._attempt(work)
+                self._attempt(self._merge)
+                self._attempt(self.cache.evict)
             self._wake.wait(LOOK_S)
             self._wake.clear()
+        self._uploads.close()
+        self._attempt(self._list_uploaded)
 
-    def _round(self) -> None:
-        if self._stopped:
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """Do a part of the thread's work, and after an error again behind a pause; the other parts go on."""
+        name = work.__name__
+        if name in self._pauses:
             return
-        if not (self._connected and self._claim.is_held):
+        try:
+            work()
+            self._pauses.end(name)
+        except OSError as error:
+            self._failed(name, error)
+        except Exception:  # nothing is above this thread, and uploads must go on after any error
+            logger.exception("archiving to %s goes on later", self.place)
+            self._pauses.begin(name)
+
+    def _connect(self) -> None:
+        """Claim the bucket, and learn what the manifest says, unless that is done."""
+        if self._stopped or self._is_connected:
+            return
+        if not self._claim.is_held:
             try:
                 self._claim.acquire()
-                self._connect()
             except InUseError as error:
                 self._stopped = self.trouble = str(error)
                 self._lost()
                 return
-        while not self._ending and self._upload_some():
-            pass
-        self._finish_deletions()
-        self._copy_records()
-        self._merge()
-        self.cache.evict()
-
-    def _connect(self) -> None:
-        """Learn what the manifest says, behind the claim."""
+        remade = self._catalogue.remade
         if self._catalogue.catch_up():
             self._restore_records()
             self._catalogue.change((), restored)
-        self._connected = True
+        self._connected = remade
         self._pauses.clear()
 
-    def _upload_some(self) -> bool:
-        """Upload sealed segments and add them to the manifest; false if there were none."""
-        now = time.monotonic()
-        paused = {segment for segment, (until, _) in self._pauses.items() if until > now}
+    def _begin_uploads(self) -> None:
         found = "SELECT uri, bytes FROM files WHERE sealed AND NOT archived AND rows IS NOT 0 ORDER BY id LIMIT ?"
-        files = self._catalogue.select(found, 8 * UPLOADS + len(paused))
-        files = [(uri, size) for uri, size in files if name_of(uri) not in paused]
-        uploads = {self._pool.submit(self._upload, uri, size): uri for uri, size in files}
-        while uploads:
-            done, _ = wait(uploads, return_when="FIRST_COMPLETED")
-            uris = [uploads.pop(future) for future in done]
-            whole = []
-            for future, uri in zip(done, uris, strict=True):
-                if error := future.exception():
-                    self._pause(name_of(uri))
-                    logger.warning("%s is not archived yet: %s", uri, error)
-                    self.trouble = str(error)
-                else:
-                    whole.append(uri)
-            if whole:
-                self._add(whole)
-        return bool(files) and not self._ending
+        self._uploads.begin(self._catalogue.select(found, QUEUED + len(self._pauses)))
 
     def _upload(self, uri: str, size: int) -> None:
         if node_of(uri):
@@ -227,28 +228,37 @@ class Archive:
         else:
             upload_sealed(path_of(uri), size, self._object(name_of(uri)))
 
-    def _add(self, uris: Sequence[str]) -> None:
-        """Add segments to the manifest, except those whose session was deleted meanwhile."""
-        with self._writing:
-            self._check()
-            known = {uri for uri in uris if self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", uri)}
-            lines = self._catalogue.change((), lambda database: [segment_line(database, uri) for uri in sorted(known)])
-            if lines:
-                self._write(lines, {uri.rsplit("/", 2)[-2] for uri in known})
-            for uri in known:
-                self._pauses.pop(name_of(uri), None)
+    def _list_uploaded(self) -> None:
+        """Add segments that are in the bucket to the manifest, except those whose session was deleted meanwhile."""
+        for uri, error in self._uploads.failed():
+            logger.warning("%s is not archived yet: %s", uri, error)
+            self.trouble = str(error)
+        if not (uris := self._uploads.whole()):
+            return
+        with self._listing:  # who deletes the session from now on finds them among the uploads that are whole
+            lines = self._catalogue.change((), lambda database: segment_lines(database, uris))
+        if lines:
+            self._write(lines.values(), {uri.rsplit("/", 2)[-2] for uri in lines})
             self.cache.grown = True
-        remove_all([self._object(name_of(uri)) for uri in uris if uri not in known])
+        self._check()
+        self._uploads.forget(uris)
+        remove_all([self._object(name_of(uri)) for uri in uris if uri not in lines])
 
     def _finish_deletions(self) -> None:
-        pending = defaultdict(list)
-        for (segment,) in self._catalogue.select("SELECT segment FROM deleted WHERE pending"):
-            pending[segment.rpartition("/")[0]].append(segment)
-        for session_id, segments in pending.items():
+        """Write deletions to the manifest, and remove objects whose deletion is in it."""
+        pending = self._catalogue.select("SELECT segment FROM deleted WHERE pending LIMIT ?", REMOVED)
+        if waiting := self._deletions.waiting():  # looked for behind `pending`: these are in the manifest afterwards
+            self._write(waiting.values())
+            self._deletions.end(waiting)
+        if pending:
+            segments = defaultdict(list)
+            for (segment,) in pending:
+                segments[segment.rpartition("/")[0]].append(segment)
             self._check()
-            remove_all([self._object(segment) for segment in segments])
-            with self._writing:
-                self._write([deletion(session_id, segments, done=True)], ())
+            remove_all([self._object(segment) for (segment,) in pending])
+            self._write(deletion(session_id, gone, done=True) for session_id, gone in segments.items())
+        if waiting or pending:
+            self._wake.set()  # there may be more
 
     def _copy_records(self) -> None:
         """Copy pins and owners to the manifest where they changed."""
@@ -261,9 +271,7 @@ class Archive:
         lines = [record(kind, name, value) for (kind, name), value in now.items() if known.get((kind, name)) != value]
         lines += [record(kind, name, None) for kind, name in known.keys() - now.keys()]
         if lines:
-            with self._writing:
-                self._check()
-                self._write(lines, ())
+            self._write(lines)
         self._copied = version
 
     def _restore_records(self) -> None:
@@ -296,22 +304,27 @@ class Archive:
                 database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (snapshot,))
                 database.executemany("DELETE FROM applied WHERE name = ?", [(name,) for name in merged])
 
-        with self._writing:
-            self._catalogue.change((), take)
-            self._check()
-            self.manifest.remove(merged & names.keys())
+        self._catalogue.change((), take)
+        self._check()
+        self.manifest.remove(merged & names.keys())
 
     # ----
 
-    def _write(self, lines: Iterable[Line], session_ids: Collection[str]) -> None:
+    def _write(self, lines: Iterable[Line], session_ids: Collection[str] = ()) -> None:
         """Add a part to the manifest, and bring it into the catalogue."""
+        self._check()
         told = list(lines)
         part = self.manifest.write(told)
         self._catalogue.change(session_ids, lambda database: replay(database, part, told, self._bases))
 
+    @property
+    def _is_connected(self) -> bool:
+        """Whether the bucket is this server's, and the catalogue knows what is in it."""
+        return self._connected == self._catalogue.remade and self._claim.is_held
+
     def _check(self) -> None:
-        """Raise ArchiveError unless the bucket is this server's."""
-        if self._stopped or not self._connected or not self._claim.is_held:
+        """Raise ArchiveError unless the bucket may be changed."""
+        if self._stopped or not self._is_connected:
             raise ArchiveError(f"the bucket {self.place} cannot be written now: {self._stopped or self.trouble}")
 
     def _lost(self) -> None:
@@ -320,14 +333,10 @@ class Archive:
         else:
             logger.error("nothing is archived to %s for now, its claim ran out: %s", self.place, self.trouble)
 
-    def _failed(self, error: OSError) -> None:
+    def _failed(self, work: str, error: OSError) -> None:
         self.trouble = str(error)
-        self._pause("")
+        self._pauses.begin(work)
         logger.error("archiving to %s is tried again: %s", self.place, error)
-
-    def _pause(self, segment: str) -> None:
-        _, pause = self._pauses.get(segment, (0.0, PAUSES_S[0]))
-        self._pauses[segment] = time.monotonic() + pause, min(2 * pause, PAUSES_S[1])
 
     def _object(self, segment: str) -> Any:
         return self.place.file(unquote(segment))

@@ -42,13 +42,17 @@ def record(kind: str, session_id: str, value: Any) -> Line:
     return {"record": kind, "session": session_id, "value": value, "at": time.time()}
 
 
-def segment_line(database: sqlite3.Connection, uri: str) -> Line:
-    """The line for a file of the catalogue that is in the bucket."""
-    known = "SELECT id, bytes, rows, points FROM files WHERE uri = ?"
-    id, size, rows, points = database.execute(known, (uri,)).fetchone()
-    found = database.execute("SELECT bytes, rows, first_row, offset, facts FROM runs WHERE file = ?", (id,))
-    runs = [dict(zip(_PLACE, row[:4], strict=True)) | {"facts": json.loads(row[4])} for row in found]
-    return {"segment": name_of(uri), "bytes": size, "rows": rows, "points": json.loads(points), "runs": runs}
+def segment_lines(database: sqlite3.Connection, uris: Iterable[str]) -> dict[str, Line]:
+    """The lines for files that are in the bucket, by URI, without those that the catalogue does not have."""
+    lines = dict[str, Line]()
+    for uri in sorted(uris):
+        known = "SELECT id, bytes, rows, points FROM files WHERE uri = ?"
+        for id, size, rows, points in database.execute(known, (uri,)).fetchall():
+            found = database.execute("SELECT bytes, rows, first_row, offset, facts FROM runs WHERE file = ?", (id,))
+            runs = [dict(zip(_PLACE, row[:4], strict=True)) | {"facts": json.loads(row[4])} for row in found]
+            line = {"segment": name_of(uri), "bytes": size, "rows": rows, "points": json.loads(points), "runs": runs}
+            lines[uri] = line
+    return lines
 
 
 def replay(database: sqlite3.Connection, part: str | None, lines: Iterable[Line], bases: Bases) -> None:
@@ -172,6 +176,12 @@ def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection
     with transaction(database):
         database.executemany("DELETE FROM applied WHERE name = ?", gone)
     return database.execute("SELECT 1 FROM applied WHERE name = ?", (_UNRESTORED,)).fetchone() is not None
+
+
+def has_caught_up(database: sqlite3.Connection) -> bool:
+    """Whether `catch_up` was ever done, and records `restored`: a new database has yet to learn what the bucket has."""
+    names = {name for (name,) in database.execute("SELECT name FROM applied")}
+    return bool(names) and _UNRESTORED not in names
 
 
 def restored(database: sqlite3.Connection) -> None:

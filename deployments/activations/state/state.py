@@ -1,4 +1,4 @@
-"""What a store keeps besides runs, in one SQLite database: pins, limits, profiles, owners and nodes.
+"""What a store keeps besides runs, in one SQLite database: pins, limits, profiles, owners, nodes and deletions.
 
 Unlike the catalogue, it cannot be rebuilt from files. Only the store's process writes it. Each change is durable when
 the call returns, and other processes of the machine see it at once.
@@ -45,6 +45,7 @@ CREATE TABLE IF NOT EXISTS deletions (
     id INTEGER PRIMARY KEY AUTOINCREMENT, node TEXT NOT NULL, session TEXT NOT NULL, fence TEXT, last REAL
 );
 CREATE TABLE IF NOT EXISTS away (node TEXT PRIMARY KEY, since REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS bucket_deletions (id INTEGER PRIMARY KEY, line TEXT NOT NULL);
 PRAGMA user_version = 1
 """
 _ERRNOS = {  # what SQLite says without the system's number for it

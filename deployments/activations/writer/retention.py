@@ -174,22 +174,20 @@ class SessionManager:
         age = self.retention.max_session_age_s
         return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
 
-    def expire(self, old: Sequence[str], now: float) -> list[str]:
-        """Delete those of `old` whose last run is too old; returns their ids. On a disk error they stay."""
+    def expire(self, session_id: str, now: float) -> bool:
+        """Delete a session if its last run is too old by `now`; whether it did. On a disk error it stays."""
         age = self.retention.max_session_age_s
-        if age is None or not old:
-            return []
-        gone, stay = list[str](), self.busy() | self._pins.names()
-        for session_id in (name for name in old if name not in stay):
-            try:
-                is_old = any(last < now - age for _, last in self._catalogue.last_runs(session_id))
-                if is_old and self._is_as_known(session_id):
-                    logger.warning("session %s is deleted: its last run is more than %g s old", session_id, age)
-                    self.delete(session_id, automatic=True).add_done_callback(_log)
-                    gone.append(session_id)
-            except OSError:
-                logger.exception("session %s cannot be deleted", session_id)
-        return gone
+        if age is None or session_id in self.busy() | self._pins.names():
+            return False
+        try:
+            is_old = any(last < now - age for _, last in self._catalogue.last_runs(session_id))
+            if is_old and self._is_as_known(session_id):
+                logger.warning("session %s is deleted: its last run is more than %g s old", session_id, age)
+                self.delete(session_id, automatic=True).add_done_callback(_log)
+                return True
+        except OSError:
+            logger.exception("session %s cannot be deleted", session_id)
+        return False
 
     # ---- owners and pins
 
@@ -238,8 +236,8 @@ class SessionManager:
         """Delete a session of which no run is open: it is none any more when this returns.
 
         Its files are removed in the background; after a crash, the next start goes on. The future is false if there was
-        none. OSError if the disk refuses; the session is then as it was. An `automatic` deletion leaves it on nodes
-        that have a later run of it.
+        none. OSError if the disk refuses; the session is then as it was, or, with a bucket, perhaps gone at the next
+        start. An `automatic` deletion leaves it on nodes that have a later run of it.
         """
         self._pool.close(session_id)
         if self._nodes and self._catalogue.knows(session_id):
@@ -247,9 +245,9 @@ class SessionManager:
             last = max((at for _, at in self._catalogue.last_runs(session_id)), default=0.0) if automatic else None
             holding = {node_of(uri) for uri in self._catalogue.files(session_id)}
             self._nodes.begin_deletion(session_id, record.fence if record else None, last, holding)
-        archived = self._archive.delete(session_id) if self._archive else False
+        known = self._archive.delete(session_id) if self._archive else False
         trash = self._put_aside(session_id)
-        known = self._catalogue.drop(session_id) or archived
+        known = self._catalogue.drop(session_id) or known
         self._total -= self._used.pop(session_id, 0)
         self._owned.clear()
         if self._owners:  # behind the files: a crash between them leaves no session without its owner

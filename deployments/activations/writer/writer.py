@@ -169,8 +169,8 @@ class Writer:
         self._manager.close()
         self._commits.close()
 
-    def _put(self, work: Callable[[], Any], behind: bool = False, future: Future[Any] | None = None) -> Future[Any]:
-        request = _Request(work, future or Future(), behind)
+    def _put(self, work: Callable[[], Any], behind: bool = False) -> Future[Any]:
+        request = _Request(work, Future(), behind)
         with self._closing:  # nothing is queued behind the end
             if self._closed:
                 raise StoreError("The activation store is shutting down: send the request again")
@@ -316,18 +316,13 @@ class Writer:
         self._pool.close(session_id)
 
     def _expire(self, now: float) -> Future[list[str]]:
-        """Look for sessions that are too old in the background, and delete them in the thread's turn."""
-        future = Future[list[str]]()
+        """Look for sessions that are too old in the background, and delete each in a turn of its own."""
 
-        def look() -> None:
-            try:
-                old = self._manager.old(now)
-                self._put(lambda: self._manager.expire(old, now), future=future)
-            except (OSError, StoreError) as error:
-                future.set_exception(error)
+        def expire() -> list[str]:
+            old = self._manager.old(now)
+            return [name for name in old if self._put(partial(self._manager.expire, name, now)).result()]
 
-        self._looks.submit(look)
-        return future
+        return self._looks.submit(expire)
 
     def _log(self, expired: Future[list[str]]) -> None:
         if not self._closed and (error := expired.exception()):

@@ -16,7 +16,7 @@ import torch
 from deployments.activations import runs
 from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.actors.store import ActivationStore
-from deployments.activations.archive import archive
+from deployments.activations.archive import archive, uploads
 from deployments.activations.archive.archive import Archive
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
@@ -206,7 +206,7 @@ def open_head(root: Path, archive: str, cache_bytes: int = 1 << 30, name: str | 
 def head(tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Head]]:
     """Opens heads that archive to the bucket, each by its name below `tmp_path`; closes them at the end."""
     monkeypatch.setattr(archive, "LOOK_S", 0.02)
-    monkeypatch.setattr(archive, "PAUSES_S", (0.02, 0.1))
+    monkeypatch.setattr(uploads, "PAUSES_S", (0.02, 0.1))
     monkeypatch.setenv("VITRINE_HOME", str(tmp_path / "home"))
     heads = list[Head]()
 
@@ -215,7 +215,7 @@ def head(tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Ite
         return heads[-1]
 
     yield opened
-    bucket.server.fails = bucket.server.cuts = lambda method, path: False
+    bucket.server.fails = bucket.server.cuts = bucket.server.drops = lambda method, path: False
     for one in heads:
         if not one.archive._ending:
             one.close()
@@ -259,4 +259,4 @@ def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
     place.fs.create_dir(name)
     server.requests.clear()
     yield Bucket(place, uri, server)
-    server.fails = server.cuts = lambda method, path: False
+    server.fails = server.cuts = server.drops = lambda method, path: False

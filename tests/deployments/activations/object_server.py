@@ -49,6 +49,7 @@ class Proxy:
         requests: Method and path of each request, in order.
         fails: Decides by method and path whether a request is answered 503 instead.
         cuts: The same of connections that break off in the middle of the answer.
+        drops: The same of those that break off in the middle of the request, which the server then never gets.
         sent: Bytes of answers.
     """
 
@@ -56,6 +57,7 @@ class Proxy:
         self.requests: list[tuple[str, str]] = []
         self.fails: Callable[[str, str], bool] = lambda method, path: False
         self.cuts: Callable[[str, str], bool] = lambda method, path: False
+        self.drops: Callable[[str, str], bool] = lambda method, path: False
         self.sent = 0
         proxy = self
 
@@ -63,8 +65,13 @@ class Proxy:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                body = self._body()
                 proxy.requests.append((self.command, self.path))
+                if proxy.drops(self.command, self.path):
+                    self.rfile.read(64 << 10)
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                body = self._body()
                 if proxy.fails(self.command, self.path):
                     self.send_response(503)
                     self.send_header("Content-Length", "0")
@@ -112,6 +119,24 @@ class Proxy:
         self._server.daemon_threads = True
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @contextlib.contextmanager
+    def holding(self, method: str, path: str) -> Iterator[threading.Event]:
+        """Within, requests of a method whose path contains `path` wait for the end; gives what is set once one does."""
+        reached, ends, fails = threading.Event(), threading.Event(), self.fails
+
+        def held(*asked: str) -> bool:
+            if asked[0] == method and path in asked[1]:
+                reached.set()
+                ends.wait()
+            return fails(*asked)
+
+        self.fails = held
+        try:
+            yield reached
+        finally:
+            self.fails = fails
+            ends.set()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -19,14 +19,17 @@ from deployments.activations.__main__ import main
 from deployments.activations.actors.store import ActivationStore
 from deployments.activations.archive import archive
 from deployments.activations.archive import claim as bucket_claim
+from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.archive.claim import InUseError
+from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.export.exports import export
-from deployments.activations.facts import Account, StoreError
+from deployments.activations.facts import Account, Note, StoreError, name_of
 from deployments.activations.filters import Choice, Filter
 from deployments.activations.limits import Retention
 from deployments.activations.reader.sources import shards
 from deployments.activations.segments.verify import verify
+from deployments.activations.state.nodes import uri_of
 from deployments.activations.state.state import Pins
 from deployments.errors import RequestError
 from tests.waiting import until
@@ -97,6 +100,36 @@ def test_requests_that_fail_and_connections_that_break_are_tried_again(bucket, h
     bucket.server.fails = bucket.server.cuts = lambda method, path: False
     for each in made:
         assert same(load(bucket.uri(each.facts.session_id), each.facts.run_id, verify=True), each)
+
+
+def test_an_upload_that_breaks_off_in_the_middle_begins_again_and_arrives_whole(bucket, head, make):
+    one, dropped = head(), []
+
+    def drops(method, path):
+        is_first = method == "PUT" and ".arrow" in path and len(dropped) < 3  # more often than a request is repeated
+        return is_first and (dropped.append(path) or True)
+
+    bucket.server.drops = drops
+    made = make("r", {POINT: torch.randn(1000, 200)})  # 0.8 MB
+    one.archived(made)
+    assert len(dropped) == 3
+    [name] = bucket.objects()
+    assert bucket.place.file(f"session/{name}").read() == (one.root / "session" / name).read_bytes()
+    assert same(load(bucket.uri("session"), "r", verify=True), made)
+
+
+def test_an_upload_that_hangs_holds_up_nothing_else(bucket, head, make):
+    one = head()
+    one.archived(make("g", session_id="gone"))
+    with bucket.server.holding("PUT", "/session/") as held:
+        [slow] = one.store(make("slow"))
+        assert held.wait(10)
+        one.archived(make("o", session_id="other"))
+        assert one.writer.ask(lambda manager: manager.pin("other", True)).result()
+        assert one.writer.delete("gone").result(10)
+        until(lambda: one.archive._records() and bucket.objects("gone") == [], limit_s=10)
+        assert not one.archive.is_archived(slow.points[POINT].uri)
+    until(lambda: one.archive.is_archived(slow.points[POINT].uri))
 
 
 def test_an_outage_keeps_no_run_from_being_stored_also_over_a_restart_and_all_come_afterwards(bucket, head, make):
@@ -281,20 +314,19 @@ def test_rows_and_downloads_of_what_is_in_the_bucket_alone_are_the_same(bucket, 
     assert reads(bucket) == []  # it was fetched once, and is on the disk
 
 
-def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(bucket, head, make, monkeypatch):
+@pytest.mark.parametrize("lost", [False, True], ids=["catalogue-kept", "catalogue-lost"])
+def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(bucket, head, make, monkeypatch, lost):
     one = head()
     one.archived(make("a"), make("b", session_id="other"))
     one.store(make("late"))  # perhaps on its way to the bucket
 
-    def dies(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr("deployments.activations.writer.retention.SessionManager._put_aside", dies)
         patched.setattr(archive.Archive, "_finish_deletions", lambda self: None)
-        assert one.archive.delete("session")  # the manifest says so, and then the process is killed
+        assert one.archive.delete("session")  # it is recorded, and then the process is killed
         one.close()
     assert bucket.objects()
+    if lost:
+        (one.root / NAME).unlink()
     again = head()
     assert [run["run_id"] for run in again.catalogue.runs()] == ["b"]
     assert not list((again.root / "session").glob("*.arrow"))
@@ -303,6 +335,93 @@ def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(
     again.close()
     shutil.rmtree(again.root)
     assert [run["run_id"] for run in head().catalogue.runs()] == ["a", "b"]
+
+
+def test_runs_are_stored_while_the_bucket_hangs_at_a_deletion(bucket, head, make):
+    one = head()
+    one.archived(make("old"))
+    [old] = bucket.objects()
+    with bucket.server.holding("PUT", ".jsonl") as held:
+        assert one.writer.delete("session").result(10)
+        assert held.wait(10)
+        one.store(make("new"))  # the name is free
+        assert [run["run_id"] for run in one.catalogue.runs()] == ["new"]
+        assert bucket.objects() == [old]  # the manifest lists it
+    until(lambda: one.run("new")["archived"] and old not in bucket.objects())
+    one.close()
+    assert [run["run_id"] for run in head("new head").catalogue.runs()] == ["new"]
+
+
+def test_what_is_deleted_while_the_bucket_is_away_stays_deleted_also_over_a_restart(bucket, head, make, monkeypatch):
+    monkeypatch.setattr("deployments.activations.files.places.ATTEMPTS", 1)
+    one = head()
+    one.archived(make("a"), make("b", session_id="other"))
+    bucket.server.fails = lambda method, path: True
+    assert one.writer.delete("session").result()
+    one.close()
+    again = head()
+    assert again.writer.delete("other").result()
+    again.store(make("new"))
+    assert [run["run_id"] for run in again.catalogue.runs()] == ["new"]
+    again.close()
+    (again.root / NAME).unlink()
+    again = head()
+    assert [run["run_id"] for run in again.catalogue.runs()] == ["new"]
+    with pytest.raises(StoreError, match="cannot be deleted now"):  # more of it may be in the bucket
+        again.writer.delete("session").result()
+    bucket.server.fails = lambda method, path: False
+    until(lambda: again.run("new")["archived"] and bucket.objects("other") == [] and len(bucket.objects()) == 1)
+    again.close()
+    assert [run["run_id"] for run in head("new head").catalogue.runs()] == ["new"]
+
+
+class OtherNode:
+    """Another node's disk, in this process."""
+
+    def __init__(self, root, bucket) -> None:
+        self.root, self.bucket = root, bucket
+
+    def upload(self, uri, size):
+        upload_sealed(self.root / name_of(uri), size, self.bucket.place.file(name_of(uri)))
+
+
+@pytest.mark.parametrize("held", [".arrow", ".jsonl"])
+def test_what_is_on_its_way_to_the_bucket_while_its_session_is_deleted_does_not_come_back(
+    bucket, head, make, open_sender, held
+):
+    made, on_it = make("r"), make("on-node")
+    sender = open_sender()
+    sender.finish(on_it)
+    sender.writer.seal(None).result()
+    [(session_id, file)] = sender.writer._catalogue.all_files()
+    runs_on_it = sender.writer._catalogue.of_file(file.uri)
+    one = head()
+    one.archive._elsewhere = OtherNode(sender.folder.parent, bucket)
+    with bucket.server.holding("PUT", held) as reached:
+        one.catalogue.add(Note(session_id, runs_on_it, file._replace(uri=uri_of("node", name_of(file.uri)))))
+        assert reached.wait(10)
+        one.store(made)
+        assert one.writer.delete("session").result(10)
+        assert one.catalogue.runs() == []
+    one.archived(make("other", session_id="other"))
+    until(lambda: bucket.objects() == [])
+    assert [run["run_id"] for run in one.catalogue.runs()] == ["other"]
+    one.close()
+    assert [run["run_id"] for run in head("new head").catalogue.runs()] == ["other"]
+
+
+def test_a_catalogue_that_was_made_again_learns_anew_what_the_bucket_has(bucket, head, make):
+    one = head(cache_bytes=0)
+    made = make("r")
+    one.archived(made)
+    until(lambda: not list((one.root / "session").iterdir()))
+    for path in one.root.glob(f"{NAME}*"):
+        with path.open("r+b") as database:
+            database.write(b"\xff" * path.stat().st_size)
+    one.catalogue._database.execute("PRAGMA shrink_memory")  # what it holds of the file's pages
+    until(lambda: one.catalogue.remade and one.run("r"))
+    assert one.writer.delete("session").result()
+    until(lambda: bucket.objects() == [])
 
 
 def test_files_that_are_copied_back_after_a_deletion_are_no_leftovers(bucket, head, make, tmp_path):
@@ -345,10 +464,6 @@ def test_a_deleted_session_leaves_the_bucket(bucket, head, make):
     until(lambda: bucket.objects() == [])
     assert one.catalogue.session("session") is None
     assert len(bucket.objects("other")) == 1
-    bucket.server.fails = lambda method, path: True
-    with pytest.raises(StoreError):
-        one.writer.delete("other").result()
-    assert one.catalogue.session("other")  # it is as it was
 
 
 def test_a_snapshot_takes_the_place_of_many_parts_also_where_a_crash_leaves_both(bucket, head, make, monkeypatch):

@@ -20,6 +20,7 @@ from deployments.activations.limits import Retention, SessionSize, oldest
 from deployments.activations.reader.training import ActivationRows
 from deployments.activations.state.state import Pins, save_limits, saved_limits
 from deployments.activations.writer.recovery import recover
+from deployments.activations.writer.retention import SessionManager
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 
@@ -217,6 +218,22 @@ def test_sessions_are_deleted_by_the_age_of_their_last_run_unless_pinned(keep, b
     assert writer.ask(lambda manager: manager.pin("pinned", False)).result()
     assert sorted(writer.retain(limits, now=141.0).result()) == ["again", "open", "pinned"]
     assert sessions(tmp_path) == []
+
+
+def test_runs_are_written_between_the_deletions_of_sessions_that_are_too_old(keep, big, monkeypatch):
+    writer, new, written = keep(), big("new", "new", 90.0), []
+    store(writer, *(big("a", f"old{n}", 10.0) for n in range(3)))
+    delete = SessionManager.delete
+
+    def noted(manager, session_id, automatic=False):
+        written.append("new" in manager.busy() or writer._catalogue.knows("new"))
+        if len(written) == 1:
+            writer.submit(new.facts, new.batches)  # waits behind this turn
+        return delete(manager, session_id, automatic)
+
+    monkeypatch.setattr(SessionManager, "delete", noted)
+    assert sorted(writer.retain(Retention(max_session_age_s=50), now=100.0).result()) == ["old0", "old1", "old2"]
+    assert written == [False, True, True]
 
 
 def test_a_store_looks_by_itself_for_sessions_that_are_too_old(keep, big, tmp_path, monkeypatch, eventually):
