@@ -55,6 +55,18 @@ class Queries(ABC):
         """The bytes of a session's files by their URIs."""
         return dict(self.select("SELECT uri, bytes FROM files WHERE session = ?", session_id))
 
+    def segments(self, session_id: str | None) -> list[tuple[str, str, bool, int]]:
+        """Session, URI, whether it is archived, and, if not on the disk, the number of runs, of a session's files.
+
+        Of all sessions' without an id; those without a run are left out.
+        """
+        where, values = _held({"session = ?": session_id})
+        counted = "iif(uri LIKE 'file:%', 0, (SELECT count(*) FROM runs WHERE file = files.id))"
+        found = self.select(
+            f"SELECT session, uri, archived, {counted} FROM files WHERE {where} AND rows IS NOT 0", *values
+        )
+        return [(session, uri, bool(archived), runs) for session, uri, archived, runs in found]
+
     def files_of(self, beginning: str) -> dict[str, tuple[int, int]]:
         """The bytes and numbers of runs of all files whose URIs begin so, by `<session>/<segment>`."""
         counted = "SELECT uri, bytes, (SELECT count(*) FROM runs WHERE file = files.id) FROM files"
