@@ -151,15 +151,18 @@ class Queries(ABC):
     def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, filter: Filter = EVERYTHING
     ) -> dict[str, Any] | None:
-        """One session with its files and, as of `runs`, its runs; None if no run of it matches."""
+        """One session, its runs as of `runs`, and the files of these runs; None if no run of it matches."""
         own = filter._replace(session=session_id)
         if not (found := self.sessions(1, None, own)):
             return None
-        listed = "SELECT uri, bytes, sealed FROM files WHERE session = ? AND rows IS NOT 0 ORDER BY uri"
+        runs = self.runs(own, limit, after)
+        named = {point["uri"] for run in runs for point in run["points"].values()}
+        listed = "SELECT uri, bytes, sealed FROM files WHERE uri IN (SELECT value FROM json_each(?)) ORDER BY uri"
         files = [
-            {"uri": uri, "bytes": size, "sealed": bool(sealed)} for uri, size, sealed in self.select(listed, session_id)
+            {"uri": uri, "bytes": size, "sealed": bool(sealed)}
+            for uri, size, sealed in self.select(listed, _listed(named))
         ]
-        return {**found[0], "runs": self.runs(own, limit, after), "files": files}
+        return {**found[0], "runs": runs, "files": files}
 
 
 def _listed(values: Collection[str]) -> str:
