@@ -2,7 +2,8 @@
 
 Each run has three tags, one token and one small point. The files are written as the store writes them. It measures
 
-  queries                    each kind 20 times: the median and the slowest
+  queries                    each kind 20 times: the median and the slowest; also of one session that has all the runs,
+                             each in a file of its own
   a commit                   what the catalogue adds to storing a run, by how many runs are committed together
   a start                    with the database that is kept, and from the files alone
   a run's place              loading the last of 10,000 runs of a file, with and without the byte where it begins
@@ -30,7 +31,7 @@ from benchmarks.common.findings import Findings
 from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.facts import Note, RunFacts, ShardFacts
+from deployments.activations.facts import Note, RunFacts, ShardFacts, StoredFile
 from deployments.activations.filters import Filter
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
@@ -155,6 +156,29 @@ def ask(catalogue: Catalogue, runs: int) -> dict[str, list[float]]:
     return {name: [seconds(query) for _ in range(TIMES)] for name, query in asked.items()}
 
 
+def one_session(folder: Path, commits: list[Note]) -> dict[str, list[float]]:
+    """Seconds of lists of one session that has all of the runs, each in a file of its own."""
+    folder.mkdir()
+    catalogue, session_id = Catalogue.rebuild(folder), "all"
+    notes = list[Note]()
+    for entry in (entry for _, entries, _ in commits for entry in entries):
+        uri = f"{folder.as_uri()}/{session_id}/{len(notes):06}.arrow"
+        alone = entry._replace(uri=uri, first_row=0, offset=0)
+        notes.append(Note(session_id, [alone], StoredFile(uri, entry.bytes, True, entry.rows, 1)))
+    for start in range(0, len(notes), 1000):
+        catalogue.add(*notes[start : start + 1000])
+    middle = catalogue.runs(Filter(since=CREATED + len(notes) // 2), 1)[0]["run_id"]
+    asked: dict[str, Callable[[], object]] = {
+        "a session with all runs in files of their own": lambda: catalogue.session(session_id, 100),
+        "the same from the middle": lambda: catalogue.session(session_id, 100, middle),
+        "sessions, of which one has as many files": lambda: catalogue.sessions(),
+    }
+    found = {name: [seconds(query) for _ in range(TIMES)] for name, query in asked.items()}
+    catalogue.close()
+    shutil.rmtree(folder)
+    return found
+
+
 def commit(folder: Path, commits: list[Note], at_once: int) -> float:
     """Seconds that the catalogue takes for a run, where so many of a file are committed together."""
     folder.mkdir()
@@ -199,7 +223,7 @@ def measure(root: Path, options: argparse.Namespace, findings: Findings) -> None
     starts["MB of the database"] = (kept / NAME).stat().st_size / 1e6
     _show(findings, title, "a start, in seconds", starts, 1)
     catalogue = Catalogue.rebuild(kept)
-    found = ask(catalogue, options.runs)
+    found = ask(catalogue, options.runs) | one_session(root / "one", noting.commits)
     rows = [[name, f"{median(times) * 1e3:.2f}", f"{max(times) * 1e3:.2f}"] for name, times in found.items()]
     print(report.table("queries", ["ms", "median", "worst"], rows), flush=True)
     findings.add(title, "queries, in seconds", found)

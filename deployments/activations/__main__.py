@@ -77,11 +77,12 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from deployments.activations.reader.sources import shards
+    from deployments.activations.reader.sources import readable
     from deployments.activations.segments.verify import verify
 
     rows, bad = list[tuple[Any, ...]](), 0
-    for path in shards(args.dir, args.session):
+    files, away = readable(args.dir, args.session)
+    for path in files:
         found = verify(path)
         bad += not found.ok
         rest = "".join(f"; of {run}, {count} rows" for run, count in found.unfinished.items())
@@ -90,6 +91,8 @@ def _verify(args: argparse.Namespace) -> int:
     table(("file", "size", "state", "runs", "rows", ""), rows, right="size runs rows")
     if bad:
         print(f"\n{bad} of {len(rows)} files are not whole; their whole runs can be read", file=sys.stderr)
+    if away:
+        raise away
     return 1 if bad else 0
 
 

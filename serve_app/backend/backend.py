@@ -88,7 +88,7 @@ class Backend:
     async def session(
         self, account: Account, session_id: str, limit: int = 100, after: str | None = None
     ) -> dict[str, Any]:
-        """One session with `limit` of its runs and whether there are more, and files.
+        """One session with `limit` of its runs, their files, and whether there are more runs.
 
         Raises:
             RequestError: It has no run `after`.
@@ -98,7 +98,9 @@ class Backend:
         if found is None:
             raise _no_session(session_id)
         runs, has_more = first_page(found["runs"], limit)
-        return found | {"runs": runs, "has_more": has_more}
+        named = {point["uri"] for run in runs for point in run["points"].values()}
+        files = [file for file in found["files"] if file["uri"] in named]
+        return found | {"runs": runs, "files": files, "has_more": has_more}
 
     async def delete_session(self, account: Account, session_id: str) -> Sequence[str]:
         """Delete a session; its files are gone when it returns, but for those of nodes that are away.

@@ -15,9 +15,27 @@ from deployments.activations.catalogue.database import in_memory
 from deployments.activations.catalogue.manifest import Bases, Manifest
 from deployments.activations.catalogue.replaying import bring, replay
 from deployments.activations.facts import name_of
-from deployments.activations.files.places import File, Place
+from deployments.activations.files.places import File, Place, place_of
 
+ARCHIVE = ".archive"  # in a store's directory: the id and the URI of its bucket; no session id begins with '.'
 _read: dict[str, tuple[frozenset[str], sqlite3.Connection]] = {}  # by place, what was read of it last
+
+
+def bucket_of(root: Path) -> Place | None:
+    """The bucket that a store's directory is archived to; None where it has none.
+
+    OSError where the directory does not say with which settings the bucket is reached.
+    """
+    try:
+        id, _, uri = (root / ARCHIVE).read_text().strip().partition(" ")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if (place := place_of(uri)).id != id:
+        raise OSError(
+            f"some runs of {root} are in its bucket {place} alone, on a server that {root / ARCHIVE} does not name: "
+            f"write the bucket's settings there behind its URI, as {place}?endpoint_override=HOST:PORT&scheme=http"
+        )
+    return place
 
 
 def read_manifest(place: Place) -> sqlite3.Connection | None:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sqlite3
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -15,11 +16,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
-from deployments.activations.catalogue.buckets import catalogue_of
+from deployments.activations.catalogue.buckets import bucket_of, catalogue_of
 from deployments.activations.catalogue.database import LOCK, NAME, copied, in_memory, opened, read_only
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.queries import Queries
-from deployments.activations.catalogue.replaying import catch_up, fill_new
+from deployments.activations.catalogue.replaying import bring, catch_up, fill_new
 from deployments.activations.catalogue.rows import forget, put, refresh
 from deployments.activations.facts import Note, StoreError, explain
 from deployments.activations.files.disk import locked
@@ -87,6 +88,9 @@ class Catalogue(Queries):
             return cls(catalogue_of(root))
         catalogue = cls(copied(root))
         refresh(catalogue._database, root)
+        if not catalogue.select("SELECT 1 FROM applied") and (bucket := bucket_of(root)):  # its database is a copy
+            manifest = Manifest(bucket, root=root)
+            bring(catalogue._database, manifest, sorted(manifest.names()), Path(tempfile.gettempdir()))
         return catalogue
 
     def catch_up(self) -> bool:

@@ -34,7 +34,7 @@ CREATE TABLE files (
     archived INTEGER NOT NULL DEFAULT 0
 );
 
-CREATE INDEX files_by_session ON files (session);
+CREATE INDEX files_by_session ON files (session, rows, bytes, archived);
 
 CREATE INDEX files_to_archive ON files (id) WHERE sealed AND NOT archived;
 

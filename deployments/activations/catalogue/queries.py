@@ -55,6 +55,18 @@ class Queries(ABC):
         """The bytes of a session's files by their URIs."""
         return dict(self.select("SELECT uri, bytes FROM files WHERE session = ?", session_id))
 
+    def segments(self, session_id: str | None) -> list[tuple[str, str, bool, int]]:
+        """Session, URI, whether it is archived, and, if not on the disk, the number of runs, of a session's files.
+
+        Of all sessions' without an id; those without a run are left out.
+        """
+        where, values = _held({"session = ?": session_id})
+        counted = "iif(uri LIKE 'file:%', 0, (SELECT count(*) FROM runs WHERE file = files.id))"
+        found = self.select(
+            f"SELECT session, uri, archived, {counted} FROM files WHERE {where} AND rows IS NOT 0", *values
+        )
+        return [(session, uri, bool(archived), runs) for session, uri, archived, runs in found]
+
     def files_of(self, beginning: str) -> dict[str, tuple[int, int]]:
         """The bytes and numbers of runs of all files whose URIs begin so, by `<session>/<segment>`."""
         counted = "SELECT uri, bytes, (SELECT count(*) FROM runs WHERE file = files.id) FROM files"
@@ -139,15 +151,18 @@ class Queries(ABC):
     def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, filter: Filter = EVERYTHING
     ) -> dict[str, Any] | None:
-        """One session with its files and, as of `runs`, its runs; None if no run of it matches."""
+        """One session, its runs as of `runs`, and the files of these runs; None if no run of it matches."""
         own = filter._replace(session=session_id)
         if not (found := self.sessions(1, None, own)):
             return None
-        listed = "SELECT uri, bytes, sealed FROM files WHERE session = ? AND rows IS NOT 0 ORDER BY uri"
+        runs = self.runs(own, limit, after)
+        named = {point["uri"] for run in runs for point in run["points"].values()}
+        listed = "SELECT uri, bytes, sealed FROM files WHERE uri IN (SELECT value FROM json_each(?)) ORDER BY uri"
         files = [
-            {"uri": uri, "bytes": size, "sealed": bool(sealed)} for uri, size, sealed in self.select(listed, session_id)
+            {"uri": uri, "bytes": size, "sealed": bool(sealed)}
+            for uri, size, sealed in self.select(listed, _listed(named))
         ]
-        return {**found[0], "runs": self.runs(own, limit, after), "files": files}
+        return {**found[0], "runs": runs, "files": files}
 
 
 def _listed(values: Collection[str]) -> str:

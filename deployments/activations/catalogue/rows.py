@@ -90,8 +90,8 @@ def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
 def refresh(database: sqlite3.Connection, root: Path, bases: Bases | None = None) -> bool:
     """Bring the database up to date with the files; false if some could not be read now.
 
-    With a bucket, a file that is gone and archived is one of the bucket's from then on, and back where it is there
-    again.
+    A file that is gone and archived stays; with a bucket's `bases`, it is one of the bucket's from then on, and back
+    where it is there again.
     """
     missed = list[str]()
     on_disk = "SELECT uri, bytes, modified_ns FROM files WHERE uri LIKE 'file:%'"
@@ -106,9 +106,9 @@ def refresh(database: sqlite3.Connection, root: Path, bases: Bases | None = None
             known.pop(file.uri, None)
         if settled:
             changed.append(settled)
-    if bases:
-        there = {file.uri for file in changed}
-        for uri in [uri for uri in known if uri not in there and move(database, uri, bases.bucket + name_of(uri))]:
+    there, bucket = {file.uri for file in changed}, bases.bucket if bases else ""
+    for uri in known.keys() - there:
+        if move(database, uri, bucket + name_of(uri) if bucket else uri):
             del known[uri]
     if known:  # those that are gone, or to be read again
         forget(database, known)

@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import posixpath
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from deployments.options import check_uri
 
 _BLOCK = 32 << 10  # bytes; larger reads are requests of their own
 _BLOCKS = 64  # of one file that are cached
+_PIECE = 8 << 20  # bytes that are fetched by one request
 _DISK = pafs.LocalFileSystem()
 ATTEMPTS = 5  # of each request to S3, with growing pauses
 
@@ -70,6 +72,11 @@ class File:
         """All of it."""
         with self.input() as file:
             return bytes(file.read())
+
+    def fetch(self, to: Path) -> None:
+        """Copy it to a local file."""
+        with self.fs.open_input_stream(self.path) as data, to.open("wb") as out:
+            shutil.copyfileobj(data, out, _PIECE)
 
     def write(self, data: bytes | pa.Buffer) -> None:
         """Create or replace it; in a bucket it is durable when this returns."""

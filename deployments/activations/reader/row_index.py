@@ -15,7 +15,7 @@ import torch
 
 from deployments.activations.facts import PointType, RunFacts
 from deployments.activations.reader.selection import Wanted, checked
-from deployments.activations.reader.sources import chosen
+from deployments.activations.reader.sources import chosen, on_disk
 from deployments.activations.reader.stored_rows import positions_of
 from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.schema import DTYPES, PHASES
@@ -80,24 +80,23 @@ def index_rows(
 ) -> RowIndex:
     """Look through files once, for the rows of such points and tokens; of a run's tensors nothing is read.
 
-    `source` is a store's or session's directory, or one file, as a path or `file://` URI; or the id of a run. `points`
-    are read as by `names.recorded`; a pattern means what the first run with any such point recorded. Runs that did not
-    record them all are left out. `session` and `runs` limit the runs; `tokens` is `all`, `prompt`, `prompt_last`,
-    `{"last": 3}`, `{"text": "France"}` and so on, as `token_choices` defines it.
+    `source` is a store's or session's directory, or one file, as a path or URI; or the id of a run. Files in a bucket
+    are first copied to a temporary directory, since rows are read out of maps. `points` are read as by
+    `names.recorded`; a pattern means what the first run with any such point recorded. Runs that did not record them all
+    are left out. `session` and `runs` limit the runs; `tokens` is `all`, `prompt`, `prompt_last`, `{"last": 3}`,
+    `{"text": "France"}` and so on, as `token_choices` defines it.
 
     RequestError, a ValueError, if there is no such run or point. ValueError if no point is named, one is an attention
     pattern, differs in shape or dtype from run to run, or was not recorded by a run that `runs` names; or if no row is
-    left. FileNotFoundError if there is no such source or session.
+    left. FileNotFoundError if there is no such source or session, ElsewhereError if runs of it lie on other nodes.
     """
     if isinstance(points, str) or not points:
         raise ValueError("points: name at least one, as a list")
     choice = check(tokens)
     files, wanted = chosen(source, session, runs)
-    if elsewhere := next((file for file in files if file.local is None), None):
-        raise ValueError(f"source: {elsewhere} is in a bucket, and rows are read out of a map: copy it to a disk first")
     named, recorded = list(dict.fromkeys(points)), set[str]()
     found = _Found(named, wanted.runs is not None)
-    for _, of_file in groupby(checked(files, wanted), key=lambda run: run.file):
+    for _, of_file in groupby(checked(on_disk(files), wanted), key=lambda run: run.file):
         recorded |= set((first := next(of_file)).types)
         if found.has_all(first):  # all runs of a file have the same points
             for run in chain([first], of_file):

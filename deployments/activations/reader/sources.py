@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import atexit
 import os
-import sqlite3
+import secrets
+import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 
-from deployments.activations.catalogue import buckets
+from deployments.activations.catalogue import buckets, directories
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.catalogue.database import read_only
-from deployments.activations.facts import Entry, check_session_id
+from deployments.activations.catalogue.directories import ElsewhereError
+from deployments.activations.facts import check_session_id
 from deployments.activations.files.disk import files_of, scan
-from deployments.activations.files.places import Directory, DiskFile, File, Place, Source, file_at, place_of, source_of
+from deployments.activations.files.places import Directory, DiskFile, File, Source, file_at, place_of, source_of
 from deployments.activations.reader.pulling import PullError, pull
 from deployments.activations.reader.selection import Wanted
 from deployments.activations.segments.segments import whole_runs
 from deployments.options import STORE_VARIABLE, default_store
 
+_FETCHES = 8  # files of a bucket that are copied at a time
+_copies: dict[File, DiskFile] = {}  # of files of a bucket, in a temporary directory
 AnySource = str | os.PathLike[str] | Source
 
 
@@ -37,45 +41,55 @@ class Located(NamedTuple):
 
 
 def shards(source: AnySource, session: str | None = None) -> list[File]:
-    """The Arrow files of a store or session, or one file; FileNotFoundError if there is none."""
+    """The Arrow files of a store or session, or one file: of a store's directory also those in its bucket alone.
+
+    FileNotFoundError if there is none, ElsewhereError if some lie on other nodes.
+    """
+    found, away = readable(source, session)
+    if away:
+        raise away
+    return found
+
+
+def readable(source: AnySource, session: str | None = None) -> tuple[list[File], ElsewhereError | None]:
+    """The same, but the error is not raised."""
     source = source_of(source)
     if isinstance(source, File):
-        return [source]
+        return [source], None
     folder = source if session is None else source.below(check_session_id(session))
     if not isinstance(source, Directory):
         found = buckets.segments_in(folder)
         if not found:
             raise FileNotFoundError(f"there is nothing at {source}" + (f" of session {session!r}" if session else ""))
-        return found
-    if not source.local.is_dir():
-        raise FileNotFoundError(f"there is nothing at {source}")
-    seen = list(files_of(source.local))  # of a session's directory
-    if not seen and session is None:
-        seen = list(scan(source.local))
-    elif not seen:
-        path = Path(folder.path)
-        if not path.is_dir() or path.is_symlink():
-            raise FileNotFoundError(f"there is no session {session!r} in {source}")
-        seen = list(files_of(path))
-    return [DiskFile(one.file) for one in seen]
+        return found, None
+    root = source.local.resolve()
+    path = root / session if session else root
+    is_there = path.is_dir() and not (session and path.is_symlink())
+    seen = list(files_of(root)) if root.is_dir() else []  # of a session's directory
+    if not seen and is_there:
+        seen = list(files_of(path) if session else scan(root))
+    on_disk: dict[directories.Name, File] = {(one.session_id, one.file.name): DiskFile(one.file) for one in seen}
+    others, away = directories.segments(root, session, on_disk)
+    if not (on_disk or others or away or is_there):
+        missing = f"there is no session {session!r} in" if root.is_dir() else "there is nothing at"
+        raise FileNotFoundError(f"{missing} {source}")
+    found = on_disk | others
+    return [found[name] for name in sorted(found)], away
 
 
-def find_runs(source: Source, runs: Collection[str]) -> list[Located]:
-    """Those of the runs that a store's catalogue or a bucket's manifest lists; no file is opened."""
+def find_runs(source: Source, runs: Collection[str], session: str | None = None) -> list[Located]:
+    """Those of the runs that a store's catalogue or a bucket's manifest lists; no file is opened.
+
+    ElsewhereError if one of them lies on another node.
+    """
     if isinstance(source, File):
         return []
     if isinstance(source, Directory):
-        try:
-            with closing(read_only(source.local.resolve())) as database:
-                return _located(Catalogue(database).entries(None, runs), [])
-        except (OSError, sqlite3.Error):  # the files say it, too
-            return []
-    manifest, place, session = buckets.at(source)
-    return _located(Catalogue(manifest).entries(session, runs), [place]) if manifest else []
-
-
-def _located(entries: Iterable[Entry], places: Sequence[Place]) -> list[Located]:
-    return [Located(entry.facts.run_id, file_at(entry.uri, places), entry.offset) for entry in entries]
+        found = directories.find(source.local.resolve(), session, runs)
+        return [Located(entry.facts.run_id, file, entry.offset) for entry, file in found]
+    manifest, place, only = buckets.at(source)
+    entries = Catalogue(manifest).entries(only or session, runs) if manifest else []
+    return [Located(entry.facts.run_id, file_at(entry.uri, [place]), entry.offset) for entry in entries]
 
 
 def is_run_id(source: object) -> bool:
@@ -86,7 +100,8 @@ def is_run_id(source: object) -> bool:
 def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
     """Find a run's file in a store, or fetch it from a server into a temporary directory; by default `default_store`.
 
-    FileNotFoundError if there is no such store, run or file; ValueError if the server refuses.
+    FileNotFoundError if there is no such store, run or file; ElsewhereError if it lies on another node; OSError if the
+    bucket refuses, ValueError if the server does.
     """
     given = os.fspath(root) if root is not None else default_store()
     if given.startswith(("http://", "https://")):
@@ -94,8 +109,9 @@ def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
     store = place_of(given) if "://" in given else Directory(Path(given).expanduser().resolve())
     try:
         found = next(iter(find_runs(store, [run_id])), None)
-        if found is None:
-            runs = (run for file in shards(store) for run in whole_runs(file) if run.facts.run_id == run_id)
+        if found is None:  # what a catalogue says of files elsewhere is whole
+            files = [file for file in readable(store)[0] if file.local or not isinstance(store, Directory)]
+            runs = (run for file in files for run in whole_runs(file) if run.facts.run_id == run_id)
             found = next((Located(run_id, run.file, run.offset) for run in runs), None)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no store at {store}: name one as root, or by {STORE_VARIABLE}") from error
@@ -120,16 +136,40 @@ def chosen(
     if is_run_id(source):
         return [locate(str(source)).file], Wanted(session, {str(source)}, points)
     place, wanted = source_of(source), Wanted(session, None if runs is None else set(runs), points)
-    if wanted.runs and session is None:
-        found = find_runs(place, wanted.runs)
+    if wanted.runs:
+        found = find_runs(place, wanted.runs, session)
         if {run.run_id for run in found} == wanted.runs:
             return sorted({run.file for run in found}, key=str), wanted
     return shards(place, session), wanted
 
 
+def on_disk(files: Sequence[File]) -> list[DiskFile]:
+    """The same files, those of a bucket as copies in a temporary directory, which is removed with this process.
+
+    OSError if they do not fit its disk, or the bucket refuses.
+    """
+    if away := {file for file in files if file.local is None and file not in _copies}:
+        folder = _temporary()
+        with ThreadPoolExecutor(_FETCHES) as pool:
+            needed, free = sum(pool.map(attrgetter("size"), away)), shutil.disk_usage(folder).free
+            if needed > free:
+                raise OSError(
+                    f"{needed} bytes of {len(away)} files that are in a bucket do not fit {folder}, which has {free}: "
+                    "choose fewer runs, or name a directory on a larger disk by the variable TMPDIR"
+                )
+            list(pool.map(_copy, away))
+    return [DiskFile(file.local) if file.local else _copies[file] for file in files]
+
+
+def _copy(file: File) -> None:
+    copy = _temporary() / f"{secrets.token_hex(8)}.arrow"
+    file.fetch(copy)
+    _copies[file] = DiskFile(copy)
+
+
 @cache
 def _fetched(url: str, run_id: str) -> Path:
-    """Fetch a run's file into a directory that is removed with this process."""
+    """Fetch a run's file into a temporary directory."""
     key = os.environ.get("VITRINE_API_KEY") or None
     base = url.rstrip("/").removesuffix("/v1")
     try:
@@ -138,10 +178,17 @@ def _fetched(url: str, run_id: str) -> Path:
         listed = answer.raise_for_status().json()["data"]
         if not listed:
             raise FileNotFoundError(f"{url} has no run {run_id!r}")
-        folder = tempfile.TemporaryDirectory(prefix="vitrine-run-")
-        atexit.register(folder.cleanup)
-        pulled = pull(base, listed[0]["session_id"], Path(folder.name), runs=[run_id], api_key=key, progress=False)
+        folder = Path(tempfile.mkdtemp(dir=_temporary()))
+        pulled = pull(base, listed[0]["session_id"], folder, runs=[run_id], api_key=key, progress=False)
     except (httpx.HTTPError, PullError) as error:
         raise ValueError(f"the run {run_id!r} cannot be fetched from {url}: {error}") from error
     [file] = pulled.glob("*.arrow")
     return file
+
+
+@cache
+def _temporary() -> Path:
+    """A directory that is removed with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="vitrine-runs-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)

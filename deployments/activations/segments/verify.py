@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -68,8 +67,7 @@ def _on_disk(file: File) -> Iterator[DiskFile]:
         return
     with tempfile.TemporaryDirectory(prefix="vitrine-segment-") as folder:
         copy = Path(folder, file.name)
-        with file.fs.open_input_stream(file.path) as data, copy.open("wb") as out:
-            shutil.copyfileobj(data, out, _CHUNK)
+        file.fetch(copy)
         yield DiskFile(copy)
 
 

@@ -27,7 +27,7 @@ from deployments.activations import load, runs
 from deployments.activations.catalogue import rows as filling
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.facts import Note, StoredFile, StoreError
+from deployments.activations.facts import Entry, Note, PointType, StoredFile, StoreError
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
 from deployments.activations.segments.segments import whole_runs
 from deployments.activations.writer.writer import Writer
@@ -87,6 +87,26 @@ def test_a_session_lists_where_each_point_of_each_run_lies(filled, tmp_path):
         "points": {"layers.0.output": {"uri": file.as_uri(), "first_row": 3, "shape": [3, 4], "dtype": "float32"}},
     }
     assert filled.session("unknown") is None
+
+
+def test_a_page_of_a_session_lists_the_files_of_its_runs_alone(make):
+    catalogue = Catalogue()
+    for number in range(500):
+        facts = make(f"r{number}", created=float(number // 2)).facts
+        uri = f"file:///store/session/{number // 2:06}.arrow"
+        entry = Entry(facts, uri, 0, 3, 100, {"layers.0.output": PointType((4,), "float32")}, 100 * (number % 2))
+        catalogue.add(Note("session", [entry], StoredFile(uri, 300, True, 3 * (1 + number % 2), 1)))
+    pages, after = [], None
+    while (page := catalogue.session("session", 10, after))["runs"]:
+        pages.append(page)
+        after = page["runs"][-1]["run_id"]
+    for page in pages:
+        lie = [run["points"]["layers.0.output"]["uri"] for run in page["runs"]]
+        assert [file["uri"] for file in page["files"]] == sorted(set(lie))
+        assert len(page["files"]) == 5
+    files = [file for page in pages for file in page["files"]]
+    assert len({file["uri"] for file in files}) == len(files) == 250
+    assert sum(file["bytes"] for file in files) == pages[0]["bytes"]
 
 
 def test_the_files_alone_give_the_same_catalogue(filled, tmp_path):

@@ -15,15 +15,20 @@ import pytest
 import torch
 
 from deployments.activations import load, runs
+from deployments.activations.__main__ import main
 from deployments.activations.actors.store import ActivationStore
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
+from deployments.activations.catalogue.directories import ElsewhereError
 from deployments.activations.catalogue.manifest import Bases
 from deployments.activations.catalogue.replaying import merge_snapshot, write_snapshot
+from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, names_a_session
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.submitting import Home
 from deployments.activations.nodes.writer import NodeWriter
+from deployments.activations.reader.tables import table
+from deployments.activations.reader.training import ActivationRows
 from deployments.activations.state.nodes import node_of, uri_of
 from deployments.activations.writer.recovery import mark
 from deployments.activations.writer.writer import Writer as SegmentWriter
@@ -473,6 +478,43 @@ def test_runs_of_a_file_that_was_told_in_part_are_listed_when_the_node_joins_aga
     nodes.store.reached.set()
     eventually(lambda: sorted(nodes.listed()), lambda found: found == ["first", "r0", "r1", "r2", "r3"])
     assert None in told
+
+
+@only_own
+def test_who_reads_the_heads_directory_is_told_which_runs_lie_on_which_node(
+    nodes, big, make, eventually, tmp_path, capsys
+):
+    made = make("run-here")
+    nodes.here._writer.submit(made.facts, made.batches).result()
+    for name in ("run-a", "run-b"):
+        nodes.store_run(big(name))
+    eventually(lambda: sorted(nodes.listed()), lambda found: found == ["run-a", "run-b", "run-here"])
+    root = nodes.root
+    for read in (
+        lambda: load("run-a", root=root),
+        lambda: load(root, "run-a"),
+        lambda: table(root, runs=["run-a", "run-here"]),
+    ):
+        with pytest.raises(ElsewhereError, match=r"1 run lies on node 10\.0\.0\.2, .*root='http://HOST:8000'"):
+            read()
+    for read in (
+        lambda: runs(root / "session"),
+        lambda: table(root, session="session"),
+        lambda: ActivationRows(root, [POINT], batch_size=1),
+        lambda: export(root, tmp_path / "to", "pt", session="session"),
+    ):
+        with pytest.raises(ElsewhereError, match=r"2 runs lie on node 10\.0\.0\.2, .*pull http://HOST:8000 SESSION"):
+            read()
+    assert load("run-here", root=root).facts == load(root, "run-here").facts == made.facts
+    assert table(root, session="session", runs=["run-here"])["run_id"].unique().to_pylist() == ["run-here"]
+    with pytest.raises(FileNotFoundError, match="no run 'run-c'"):
+        load("run-c", root=root)
+    assert main(["ls", "session", "--dir", str(root)]) == 0
+    assert "run-a" in capsys.readouterr().out
+    assert main(["verify", "--dir", str(root)]) == 1  # of what is here it says all the same what it is
+    said = capsys.readouterr()
+    assert "open" in said.out
+    assert "2 runs lie on node 10.0.0.2" in said.err
 
 
 def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path, big):

@@ -184,6 +184,23 @@ def test_sessions_are_listed_shown_and_deleted_with_their_files(served):
     assert httpx.get(url, timeout=60).status_code == 404
 
 
+def test_a_page_of_a_session_has_the_files_of_its_runs(served):
+    for point in ("embed.output", "norm.output"):  # each in a file of its own
+        chat(served, capture={"points": [point]}, session_id="two-files", max_tokens=1)
+    url = f"{served.base_url}/activations/session/two-files"
+    whole = httpx.get(url, timeout=60).json()
+    assert len(whole["files"]) == 2
+    after, listed = None, []
+    for more in (True, False):
+        page = httpx.get(url, params={"limit": 1} | ({"after": after} if after else {}), timeout=60).json()
+        assert page["has_more"] is more
+        [run], after = page["runs"], page["runs"][0]["run_id"]
+        assert [file["uri"] for file in page["files"]] == [point["uri"] for point in run["points"].values()]
+        listed += page["files"]
+    assert sorted(listed, key=lambda file: file["uri"]) == whole["files"]
+    httpx.delete(url, timeout=60)
+
+
 def test_sessions_are_paged(served):
     for name in ("paged-a", "paged-b", "paged-c"):
         chat(served, store_activations=True, session_id=name, max_tokens=1)
