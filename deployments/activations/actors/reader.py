@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import ray
 
@@ -41,6 +42,7 @@ _T = TypeVar("_T")
 MOST_WAITING = 64  # requests for pages that are not answered yet
 MOST_OF_ONE = 16  # the same of one owner
 _RESTORE_S = 600.0  # that a reader waits for segments that are fetched from the bucket
+_MOST_FETCHING = 2  # downloads whose segments are fetched at a time; others of these wait
 _START_S = 20.0  # that a reader waits for the store's process, which keeps the catalogue
 
 
@@ -52,7 +54,7 @@ class ActivationReader:
         root: str,
         archive: str | None = None,
         wait: Callable[[], None] | None = None,
-        restore: Callable[[Sequence[str]], bool] | None = None,
+        restore: Callable[[Sequence[str]], Awaitable[bool]] | None = None,
     ) -> None:
         from deployments.activations.catalogue.catalogue import SharedCatalogue
         from deployments.activations.export.downloads import Readings
@@ -67,10 +69,11 @@ class ActivationReader:
         self._nodes = Nodes(self._root, read_only=True)
         self._on_nodes = NodePlace(root, self._nodes, bucket)
         self._places = [self._on_nodes, *([bucket] if bucket else [])]
-        started = partial(_asked, root, "code", (), _START_S, "the activation store starts; try again")
-        self._catalogue = SharedCatalogue(self._root, wait or started, archives=bool(archive))
+        self._catalogue = SharedCatalogue(self._root, wait or partial(_wait, root), archives=bool(archive))
         self._owners, self._pins = Owners(self._root, read_only=True), Pins(self._root, read_only=True)
-        self._readings = Readings(self._catalogue, self._places, restore or partial(_restore, root), self._root)
+        self._readings = Readings(self._catalogue, self._places, self._root)
+        self._restore, self._fetching = restore or partial(_restore, root), asyncio.Semaphore(_MOST_FETCHING)
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # of sessions whose segments are fetched
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
         self._waiting = Counter[str | None]()  # requests for pages that are not answered yet, by owner
@@ -107,7 +110,7 @@ class ActivationReader:
     async def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, account: Account = OPERATOR
     ) -> dict[str, Any] | None:
-        """One session, `limit` of its runs behind the run `after`, and files; None if there is none."""
+        """One session, `limit` of its runs behind the run `after`, and their files; None if there is none."""
 
         def found() -> dict[str, Any] | None:
             if told := self._catalogue.session(session_id, limit, after):
@@ -145,19 +148,19 @@ class ActivationReader:
     ) -> DownloadInfo | None:
         """What a download would be, as `Readings.find`; RequestError also if too many wait for pages."""
 
-        def find() -> DownloadInfo | None:
+        def find(as_is: bool) -> DownloadInfo | None:
             if choice.runs:
                 with contextlib.suppress(RequestError):
-                    if found := self._readings.find(choice, tag):
+                    if found := self._readings.find(choice, tag, as_is):
                         return found
                 self._on_nodes.flush()  # a node may not have reported a run yet
-            return self._readings.find(choice, tag)
+            return self._readings.find(choice, tag, as_is)
 
         return await self._paged(choice, account, find)
 
     async def data_page(self, choice: Choice, tag: str, first: int, end: int, account: Account = OPERATOR) -> bytes:
         """A range of a download, as `Readings.page`; raises as `find_data`, and 412 if it has changed."""
-        page = await self._paged(choice, account, lambda: self._readings.page(choice, tag, first, end))
+        page = await self._paged(choice, account, lambda as_is: self._readings.page(choice, tag, first, end, as_is))
         if page is None:
             raise download_changed()
         return page
@@ -166,24 +169,47 @@ class ActivationReader:
         """A run, also one that its node has not reported yet."""
         return self._catalogue.find(run_id) or (self._on_nodes.flush() and self._catalogue.find(run_id)) or None
 
-    async def _paged(self, choice: Choice, account: Account, look: Callable[[], _T]) -> _T | None:
+    async def _paged(self, choice: Choice, account: Account, look: Callable[[bool], _T]) -> _T | None:
+        """What a look at a session's files gives, once those of the bucket are on the disk, or else as they are."""
+        from deployments.activations.export.downloads import ArchivedError
+
+        def found(as_is: bool) -> _T | None:
+            return self._of_session(choice.session_id, account, lambda: look(as_is))
+
         most = MOST_WAITING if account.owner is None else MOST_OF_ONE
         if self._waiting.total() >= MOST_WAITING or self._waiting[account.owner] >= most:
             raise RequestError("too many pages are waited for already; try again", None, "server_busy", 429)
         self._waiting[account.owner] += 1
         try:
-            return await self._found(self._data_pool, lambda: self._of_session(choice.session_id, account, look))
+            try:
+                return await self._found(self._data_pool, partial(found, as_is=False))
+            except ArchivedError as archived:  # no thread of the pool waits for the bucket
+                await self._explained(self._fetch(choice.session_id, archived.uris))
+            return await self._found(self._data_pool, partial(found, as_is=True))
         finally:
             self._waiting[account.owner] -= 1
             self._waiting += Counter()  # without those that wait for none
             asyncio.get_running_loop().call_later(IDLE_S, self._readings.sweep)
 
+    async def _fetch(self, session_id: str, uris: Sequence[str]) -> None:
+        """Have segments fetched from the bucket to the disk, if there is room; RequestError if that takes too long."""
+        lock = self._locks.setdefault(session_id, asyncio.Lock())
+        with _in_time("archived runs are being fetched; try again"):
+            async with asyncio.timeout(_RESTORE_S), lock, self._fetching:
+                listed = await asyncio.to_thread(self._catalogue.files, session_id)
+                if left := [uri for uri in uris if uri in listed]:  # which no other request has fetched
+                    await self._restore(left)
+
     async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[[], _T]) -> _T:
+        return await self._explained(asyncio.get_running_loop().run_in_executor(pool, ask))
+
+    async def _explained(self, asked: Awaitable[_T]) -> _T:
+        """What is awaited; errors of files and nodes are raised as answers say them."""
         from deployments.activations.files.places import DamagedError
         from deployments.activations.nodes.files import NodeAwayError
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, ask)
+            return await asked
         except NodeAwayError as error:
             code, status = ("file_gone", 410) if error.lost else ("node_away", 503)
             raise RequestError(str(error), None, code, status) from error
@@ -223,14 +249,22 @@ def _may_read(record: Record | None, account: Account) -> bool:
     return account.may_read(record.owner, record.shared) if record else account.may_read(None)
 
 
-def _restore(root: str, uris: Sequence[str]) -> bool:
-    return bool(_asked(root, "restore", (uris,), _RESTORE_S, "archived runs are being fetched; try again"))
+async def _restore(root: str, uris: Sequence[str]) -> bool:
+    store = await asyncio.to_thread(connect, root)
+    return bool(await store.restore.remote(uris))
 
 
-def _asked(root: str, method: str, args: Sequence[Any], timeout_s: float, late: str) -> Any:
-    """What the store's process answers to a call; where it does not in time, 503 with the message `late`."""
+def _wait(root: str) -> None:
+    """Return once the store's process runs."""
+    with _in_time("the activation store starts; try again"):
+        connect(root).code.remote().future().result(timeout=_START_S)
+
+
+@contextlib.contextmanager
+def _in_time(late: str) -> Iterator[None]:
+    """While open, errors of calls of the store's process are raised as their causes, or 503 with the message `late`."""
     try:
-        return getattr(connect(root), method).remote(*args).future().result(timeout=timeout_s)
+        yield
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except (ray.exceptions.RayError, TimeoutError) as error:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +62,14 @@ def _copy(found: Tensors, format: str, folder: Path | None) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
+class ArchivedError(Exception):
+    """Segments, by their `uris`, are to be fetched from the bucket to the disk before they are read."""
+
+    def __init__(self, uris: Sequence[str]) -> None:
+        super().__init__(f"{len(uris)} segments are in the bucket alone")
+        self.uris = uris
+
+
 @dataclass
 class _Plan:
     tag: str
@@ -75,33 +83,27 @@ class Readings:
 
     A download is planned once, and its plan is valid while the catalogue lists the same runs at the same places; one
     that was dropped is made again, with the same bytes. Arrow streams are read out of the segments page by page; other
-    formats are written as a whole to a file without a name in `folder`. `restore` fetches segments to the disk that a
-    place should not serve itself.
+    formats are written as a whole to a file without a name in `folder`. Segments of a place that `restores` are to be
+    fetched to the disk first: an ArchivedError names them, unless they are to be read `as_is`.
     """
 
-    def __init__(
-        self,
-        catalogue: Queries,
-        places: Sequence[Place] = (),
-        restore: Callable[[Sequence[str]], bool] = lambda _: False,
-        folder: Path | None = None,
-    ) -> None:
-        self._catalogue, self._places, self._restore, self._folder = catalogue, places, restore, folder
+    def __init__(self, catalogue: Queries, places: Sequence[Place] = (), folder: Path | None = None) -> None:
+        self._catalogue, self._places, self._folder = catalogue, places, folder
         self._lock = threading.Lock()  # for changes of the next
         self._plans: dict[tuple[Choice, int | None], _Plan] = {}  # by choice and number of runs; the last used last
 
-    def find(self, choice: Choice, tag: str | None = None) -> DownloadInfo | None:
+    def find(self, choice: Choice, tag: str | None = None, as_is: bool = False) -> DownloadInfo | None:
         """The tag and length of a download; None if there is no such session.
 
         `tag` is of a download that has begun: runs that were added since are left out. RequestError if there is no such
         run or point, or too many tensors for one file; 410 if a file is gone. DamagedError names a file.
         """
-        plan = self._plan(choice, _runs_of(tag))
+        plan = self._plan(choice, _runs_of(tag), as_is)
         return None if plan is None else DownloadInfo(plan.tag, plan.parts.length)
 
-    def page(self, choice: Choice, tag: str, first: int, end: int) -> bytes:
+    def page(self, choice: Choice, tag: str, first: int, end: int, as_is: bool = False) -> bytes:
         """Bytes `first` to `end` of the download with this tag; RequestError 412 if it changed, 410 if gone."""
-        plan = self._plan(choice, _runs_of(tag))
+        plan = self._plan(choice, _runs_of(tag), as_is)
         if plan is None or plan.tag != tag:
             raise download_changed()
         page = bytearray()
@@ -127,16 +129,16 @@ class Readings:
                     break
                 parts -= len(self._plans.pop(choice).parts)
 
-    def _plan(self, choice: Choice, most: int | None) -> _Plan | None:
+    def _plan(self, choice: Choice, most: int | None, as_is: bool) -> _Plan | None:
         """The plan of a download of the `most` runs that were added first, by default of all."""
         version = self._catalogue.version(choice.session_id)
         plan = self._plans.get((choice, most))
         if plan is None or plan.version != version:
             try:
-                plan = self._planned(choice, most, version)
+                plan = self._planned(choice, most, version, as_is)
             except (FileNotFoundError, DamagedError) as error:
                 if self._catalogue.version(choice.session_id) != version:
-                    return self._plan(choice, most)  # runs were deleted or have moved meanwhile
+                    return self._plan(choice, most, as_is)  # runs were deleted or have moved meanwhile
                 if isinstance(error, DamagedError):
                     raise
                 raise file_gone(error.filename or error) from error
@@ -150,12 +152,12 @@ class Readings:
         self.sweep()
         return plan
 
-    def _planned(self, choice: Choice, most: int | None, version: tuple[int, ...]) -> _Plan | None:
+    def _planned(self, choice: Choice, most: int | None, version: tuple[int, ...], as_is: bool) -> _Plan | None:
         """The cached plan, if it is still valid, or a new one."""
         places = self._catalogue.places(choice.session_id, choice.runs, most)
         away = sorted(uri for uri in {place[1] for place in places} if self._file(uri).folder.restores)
-        if away and self._restore(away):
-            places = self._catalogue.places(choice.session_id, choice.runs, most)
+        if away and not as_is:
+            raise ArchivedError(away)
         tag = _tag(choice, places)
         plan = self._plans.get((choice, len(places)))
         if plan is not None and plan.tag == tag:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -69,7 +70,8 @@ def _make(
 def _reader_of(store: ActivationStore) -> ActivationReader:
     """The reader of a store that is in this process."""
     archive = store._archive
-    reader = ActivationReader(store._asked, wait=lambda: None, restore=archive and archive.cache.restore)
+    restore = archive and partial(asyncio.to_thread, archive.cache.restore)
+    reader = ActivationReader(store._asked, wait=lambda: None, restore=restore)
     reader._places[1:] = [archive.place] if archive else []  # whose URI, with its settings, is not kept
     reader._places[0]._bucket = archive and archive.place
     reader._catalogue.archives = archive is not None

@@ -314,6 +314,73 @@ def test_rows_and_downloads_of_what_is_in_the_bucket_alone_are_the_same(bucket, 
     assert reads(bucket) == []  # it was fetched once, and is on the disk
 
 
+@pytest.fixture
+def slow(head, store, reader_of, make, tmp_path):
+    """`(reader, made, gate, asked)`: runs in the bucket alone but for `here`; fetches wait for the gate."""
+    made = {name: make("r", {POINT: torch.randn(40, 50)}, session_id=name) for name in ("a", "b", "c", "here")}
+    first = head()
+    first.archived(*made.values())
+    first.close()
+    for name in "abc":
+        shutil.rmtree(tmp_path / "head" / name)
+    reader = reader_of(store())
+    fetch, gate, asked = reader._restore, asyncio.Event(), list[list[str]]()
+
+    async def slowly(uris):
+        asked.append(uris)
+        await gate.wait()
+        return await fetch(uris)
+
+    reader._restore = slowly
+    return reader, made, gate, asked
+
+
+async def download(reader, session):
+    choice = Choice(session, None, (POINT,), "safetensors")
+    tag, length = await reader.find_data(choice)
+    return tensors(await reader.data_page(choice, tag, 0, length))[f"r/{POINT}"]
+
+
+async def turn(fits):
+    while not fits():
+        await asyncio.sleep(0.01)
+
+
+def test_downloads_that_wait_for_the_bucket_keep_no_other_waiting(slow):
+    reader, made, gate, asked = slow
+
+    async def steps():
+        waiting = [asyncio.create_task(download(reader, name)) for name in "aabbcc"]
+        await turn(lambda: len(asked) == 2 and reader._waiting.total() == len(waiting))
+        assert torch.equal(await asyncio.wait_for(download(reader, "here"), 60), made["here"].points[POINT])
+        assert len(asked) == 2  # sessions at a time
+        gate.set()
+        for name, found in zip("aabbcc", await asyncio.gather(*waiting), strict=True):
+            assert torch.equal(found, made[name].points[POINT])
+        assert len(asked) == 3  # each once
+
+    asyncio.run(steps())
+
+
+def test_a_fetch_that_takes_too_long_or_fails_is_said_and_the_next_request_tries_again(slow, bucket, monkeypatch):
+    reader, made, gate, _ = slow
+
+    async def steps():
+        with monkeypatch.context() as patched:
+            patched.setattr("deployments.activations.actors.reader._RESTORE_S", 0.1)
+            with pytest.raises(RequestError, match="archived runs are being fetched; try again") as refused:
+                await download(reader, "a")
+        assert (refused.value.status, refused.value.code) == (503, "unavailable")
+        gate.set()
+        bucket.server.fails = lambda method, path: ".arrow" in path
+        with pytest.raises(StoreError, match="503"):
+            await download(reader, "a")
+        bucket.server.fails = lambda method, path: False
+        assert torch.equal(await download(reader, "a"), made["a"].points[POINT])
+
+    asyncio.run(steps())
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["catalogue-kept", "catalogue-lost"])
 def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(bucket, head, make, monkeypatch, lost):
     one = head()

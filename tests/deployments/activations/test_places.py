@@ -58,10 +58,6 @@ def stored(make, tmp_path):
     writer.close()
 
 
-def restored(uris):
-    raise AssertionError(f"{uris} would be fetched as a whole")
-
-
 def taken(found: Readings, choice: Choice, page: int) -> list[bytes]:
     tag, length = found.find(choice)
     return [found.page(choice, tag, first, min(first + page, length)) for first in range(0, length, page)]
@@ -72,7 +68,7 @@ def test_downloads_have_the_bytes_of_those_from_the_disk_and_read_little_more_th
     catalogue, place, handler, _ = stored
     choice = Choice("session", ("r1", "r4"), (OTHER,), format)
     wanted = b"".join(taken(Readings(catalogue), choice, 1 << 22))
-    found = Readings(catalogue, [place], restored)
+    found = Readings(catalogue, [place])
     tag, length = found.find(choice)
     assert sum(handler.reads) < length * (0.2 if format == "arrow" else 1.3)  # the plan of a stream needs no values
     assert b"".join(taken(found, choice, 500_000)) == wanted
@@ -107,4 +103,4 @@ def test_a_segment_elsewhere_that_is_cut_short_is_an_error_that_names_it(stored)
     with pytest.raises(DamagedError, match=path.name):
         read_rows(place.file(entry.uri.removeprefix(f"{place.uri}/")), entry, [[OTHER]], "all", 1 << 22)
     with pytest.raises(DamagedError, match=f"{path.name}: the run r5 cannot be read there"):
-        Readings(catalogue, [place], restored).find(Choice("session", ("r5",)))
+        Readings(catalogue, [place]).find(Choice("session", ("r5",)))
