@@ -128,7 +128,9 @@ class _Change:
         self._rows = rows
         self._parts = parts
         self._is_watched = any(part.edit.is_watched for part in parts)
-        self._norms = [(part.edit.norms, len(part.positions)) for part in parts if part.edit.norms is not None]
+        self._norms = [(part.edit.norms, part.positions, part.positions[0] + part.shift) for part in parts]
+        self._counts = [len(part.positions) for part in parts]
+        self._moved: Mapping[int, int] | None = None  # as `move` got it; a norm needs no more
         self._tensors = {
             "low": torch.tensor([part.edit.low for part in parts])[:, None, None],
             "high": torch.tensor([part.edit.high for part in parts])[:, None, None],
@@ -142,6 +144,7 @@ class _Change:
 
     def move(self, positions: Mapping[int, int]) -> None:
         """As `Plan.move`."""
+        self._moved = positions
         if self._is_watched:
             rows = [part.positions[0] + part.shift for part in self._parts]
             self._parts = [
@@ -200,8 +203,7 @@ class _Change:
         before, changed = before.float().flatten(1), changed.float().flatten(1)
         change = (changed - before).norm(dim=1) / before.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
         change = torch.where(opened, change, torch.nan)
-        counts = [len(part.positions) for part in self._parts]
-        for part, changes in zip(self._parts, torch.split(change, counts), strict=True):
+        for part, changes in zip(self._parts, change.split(self._counts), strict=True):
             if part.edit.report:
                 part.edit.report.add(part.positions, changes)
 
@@ -217,9 +219,9 @@ class _Change:
                 new = wide + norms * v
                 mean = norms.mean(dim=(1, 2))
                 mean = mean if opened is None else torch.where(opened, mean, torch.nan)
-                parts = mean.split([count for _, count in self._norms])
-                for (gathered, _), part in zip(self._norms, parts, strict=True):
-                    gathered.add(part)
+                for (gathered, positions, row), part in zip(self._norms, mean.split(self._counts), strict=True):
+                    if gathered is not None:
+                        gathered.add(positions if self._moved is None else (self._moved[row],), part)
             case "scale":
                 new = wide * low
             case "project_out":
@@ -262,6 +264,6 @@ class Plans:
         ]
         if active != self._of or any(edit.per_token for _, edits in active for edit in edits):
             self._of, self._plan = active, Plan(spans)
-        elif any(edit.is_watched for _, edits in active for edit in edits):
+        elif any(edit.names_rows for _, edits in active for edit in edits):
             self._plan.move({span.row: span.start for span in spans})
         return self._plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,29 +17,50 @@ from deployments.readouts.values import Readout
 
 Kind = Literal["add", "add_norm", "scale", "project_out", "clamp", "replace", "feature"]
 Index = tuple[int, ...] | None  # None for all
+MOST_PARTS = 512  # tensors of single rows that are held apart, each of which takes far more than its number
 
 
-class Norms:
-    """The norms of the rows that an edit in their units has changed, as they gather.
+class _ByPosition:
+    """A number of each row that an edit has come to, as they gather; a row that is run again counts once."""
+
+    def __init__(self) -> None:
+        self._positions = list[int]()
+        self._parts = list[torch.Tensor]()  # on the model's device: they are read once, at the end
+
+    def add(self, positions: Sequence[int], values: torch.Tensor) -> None:
+        """Take rows' numbers, `[positions]`; NaN of one that a gate kept as it was."""
+        self._positions.extend(positions)
+        self._parts.append(values)
+        if len(self._parts) == MOST_PARTS:
+            self._parts = [torch.cat(self._parts)]
+
+    @property
+    def values(self) -> list[float]:
+        """The number of each row."""
+        first = dict[int, float]()
+        if self._parts:
+            numbers = torch.cat(self._parts).tolist()
+            for position, number in zip(self._positions, numbers, strict=True):
+                first.setdefault(position, number)
+        return list(first.values())
+
+
+class Norms(_ByPosition):
+    """The norms of the rows that an edit in their units has changed.
 
     Attributes:
         field: What the request calls the edit.
     """
 
     def __init__(self, field: str) -> None:
+        super().__init__()
         self.field = field
-        self._parts = list[torch.Tensor]()  # on the model's device: they are read once, at the end
-
-    def add(self, norms: torch.Tensor) -> None:
-        """Take some rows' norms, `[rows]`."""
-        self._parts.append(norms)
 
     @property
     def median(self) -> float | None:
         """Their median, of an even number the lower one; None of none. The first token's may be a hundred times it."""
-        parts = [part.to(self._parts[0].device) for part in self._parts]
-        median = float(torch.cat(parts).nanmedian()) if parts else math.nan  # NaN of rows that a gate kept as they were
-        return None if math.isnan(median) else median
+        made = [norm for norm in self.values if not math.isnan(norm)]
+        return median_low(made) if made else None
 
 
 class Changed(NamedTuple):
@@ -57,27 +79,16 @@ class Changed(NamedTuple):
     largest: float | None
 
 
-class Report:
-    """What an edit does, as it gathers; a row that is run again counts once."""
-
-    def __init__(self) -> None:
-        self._parts = list[tuple[Sequence[int], torch.Tensor]]()
-
-    def add(self, positions: Sequence[int], changes: torch.Tensor) -> None:
-        """Take rows: the norm of each one's change, relative to the row's; NaN of one that was kept as it was."""
-        self._parts.append((positions, changes))
+class Report(_ByPosition):
+    """What an edit does: the norm of each row's change, relative to the row's."""
 
     @property
     def changed(self) -> Changed:
         """What it did."""
-        first = dict[int, float]()
-        if self._parts:
-            changes = torch.cat([part.float().cpu() for _, part in self._parts]).tolist()
-            for position, change in zip((at for some, _ in self._parts for at in some), changes, strict=True):
-                first.setdefault(position, change)
-        made = [change for change in first.values() if not math.isnan(change)]
+        values = self.values
+        made = [change for change in values if not math.isnan(change)]
         mean = sum(made) / len(made) if made else None
-        return Changed(len(made), len(first) - len(made), mean, max(made, default=None))
+        return Changed(len(made), len(values) - len(made), mean, max(made, default=None))
 
 
 class FeatureChange(NamedTuple):
@@ -128,6 +139,11 @@ class Edit:
     def is_watched(self) -> bool:
         """Whether it must be known which rows it changes."""
         return self.gate is not None or self.report is not None
+
+    @property
+    def names_rows(self) -> bool:
+        """Whether it must be known at which positions it is made."""
+        return self.is_watched or self.norms is not None
 
     @property
     def per_token(self) -> bool:

@@ -14,7 +14,6 @@ import itertools
 import logging
 import queue
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -283,9 +282,7 @@ class Engine:
         try:
             self._advance(self._runner.run(pieces), events)
             self._scheduler.went_well()
-        except Exception as error:  # of the model's code or the device: ends as few requests as possible, below
-            if _breaks_an_invariant(error):
-                raise
+        except Exception as error:  # of a request, the model's code or the device: few requests end by it, below
             logger.exception("a forward of %d requests failed", len(pieces))
             failed = f"{type(error).__name__}: {error}"
             out_of_memory = kv_memory.describe(device, error) if kv_memory.is_out_of_memory(error) else None
@@ -305,12 +302,12 @@ class Engine:
             assert seq.recording is not None
             try:
                 captured = seq.recording.flush(seq.token_ids)
-            except (CaptureError, RuntimeError, MemoryError) as error:  # torch's: no memory for another dtype
-                seq.recording.give_up(str(error))
+                captured = captured and with_columns(captured, seq.request, seq.readouts)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends what this request records, and nothing else
+                seq.recording.give_up(_capture_failure(seq, error))
             else:
                 if captured is not None:
                     self._capture_budget.sent(seq, captured.bytes)
-                    captured = with_columns(captured, seq.request, seq.readouts)
                     events.append(Rows(seq.request.id, captured))
 
     def _settle(self) -> None:
@@ -330,25 +327,24 @@ class Engine:
             return
         chosen = choose(logits, [None if seq.ending else seq.sampling_state for seq in seqs])
         for i, seq in enumerate(seqs):
-            if seq.ending:  # it is said; the forward was for its last row alone
-                self._finish(seq, seq.ending, events)
-            elif i in stopped and len(seq.tokens) >= seq.request.sampling.min_tokens and seq.request.max_tokens:
-                self._stop(seq, *stopped[i], events)
-            elif i in chosen.failed:
-                code = (
-                    GRAMMAR_TOO_COMPLEX
-                    if seq.sampling_state.grammar_state and seq.sampling_state.grammar_state.error
-                    else "engine_error"
-                )
-                self._finish(seq, "error", events, chosen.failed[i], code)
-            else:
-                try:
+            try:
+                if seq.ending:  # it is said; the forward was for its last row alone
+                    self._finish(seq, seq.ending, events)
+                elif i in stopped and len(seq.tokens) >= seq.request.sampling.min_tokens and seq.request.max_tokens:
+                    self._stop(seq, *stopped[i], events)
+                elif i in chosen.failed:
+                    code = (
+                        GRAMMAR_TOO_COMPLEX
+                        if seq.sampling_state.grammar_state and seq.sampling_state.grammar_state.error
+                        else "engine_error"
+                    )
+                    self._finish(seq, "error", events, chosen.failed[i], code)
+                else:
                     self._accept(seq, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
-                except Exception as error:  # of a tokenizer or a grammar: it ends this sequence alone
-                    if _breaks_an_invariant(error):
-                        raise
-                    logger.exception("request %s failed on its token", seq.request.id)
-                    self._finish(seq, "error", events, f"{type(error).__name__}: {error}")
+            except Exception as error:
+                # A tokenizer's or a grammar's own fault at this sequence's token: the others' tokens count.
+                logger.exception("request %s failed on its token", seq.request.id)
+                self._finish(seq, "error", events, f"{type(error).__name__}: {error}")
 
     def _stop(self, seq: Sequence, check: ThresholdCheck, position: int, events: list[Event]) -> None:
         """End an answer at a row that met its `stop_when`: its token was said, and no other follows."""
@@ -423,11 +419,10 @@ class Engine:
         captured = None
         if seq.recording and reason in ("stop", "length"):
             try:
-                captured = seq.recording.finish(seq.token_ids)
+                captured = with_columns(seq.recording.finish(seq.token_ids), seq.request, seq.readouts)
                 self._capture_budget.sent(seq, captured.bytes)
-                captured = with_columns(captured, seq.request, seq.readouts)
-            except (CaptureError, RuntimeError, MemoryError) as failed:  # torch's: no memory for another dtype
-                error = str(failed)
+            except Exception as failed:  # noqa: BLE001 - as above: the request still has its end
+                error = _capture_failure(seq, failed)
         seq.memory.after = held_bytes(self.model.device)
         request = seq.request
         rest = Delta.of(seq.unsaid) if seq.unsaid else None
@@ -446,7 +441,7 @@ class Engine:
             cached=seq.cached,
         )
         self.statistics.cached_tokens += seq.cached
-        if seq.readouts:
+        if seq.readouts and reason != "error":
             end = replace(end, readouts=seq.readouts.take(ended=True))
         if seq.stop_reason:
             end = replace(end, stop_reason=seq.stop_reason)
@@ -463,9 +458,9 @@ class Engine:
         numbers.capture_bytes = gathered + self._capture_budget.bytes
 
 
-def _breaks_an_invariant(error: Exception) -> bool:
-    """Whether an error is an assertion of the engine itself, which must not go on; a model's code may have its own."""
-    if not isinstance(error, AssertionError):
-        return False
-    names = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return names[-1].startswith("deployments.")
+def _capture_failure(seq: Sequence, error: Exception) -> str:
+    """Why what a sequence records cannot be given."""
+    if isinstance(error, (CaptureError, RuntimeError, MemoryError)):  # torch's: no memory for another dtype
+        return str(error)
+    logger.error("request %s failed on its rows", seq.request.id, exc_info=error)
+    return f"{type(error).__name__}: {error}"

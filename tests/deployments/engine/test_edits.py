@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from by_hand import hooked
 from by_hand import point as point_of
 
 from deployments.engine.edit_plans import Plan, Span
-from deployments.engine.edits import Edit, Tokens
+from deployments.engine.edits import Edit, Norms, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
@@ -124,16 +125,24 @@ def test_a_request_that_loses_its_slot_is_changed_in_the_same_way_again(build, b
     model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
     at = point_of(model, "layers.0.output")
     steady = Edit(at, "replace", Tokens(250), vector=5 * vector(at.shape[0]))
+
+    def counted():
+        return Edit(
+            point_of(model, "layers.0.mlp.output"), "add_norm", vector=0.0 * vector(at.shape[0]), norms=Norms("counted")
+        )
+
     requests = [
-        Request(str(i), prompt(length), new, ignore_eos=True, edits=(steady,))
+        Request(str(i), prompt(length), new, ignore_eos=True, edits=(steady, counted()))
         for i, (length, new) in enumerate([(242, 330), (230, 300)])
     ]
     tight = Engine(model, kv_bytes=1024 * KvMemory(model, 1, kv_bytes=1).position_bytes)
     got = tight.generate(requests)
     assert tight.statistics.preempted > 0
     for request, done in zip(requests, got, strict=True):
-        (want,) = Engine(model).generate([request])
+        alone = replace(request, edits=(steady, counted()))
+        (want,) = Engine(model).generate([alone])
         assert done.tokens == want.tokens
+        assert request.edits[1].norms.median == pytest.approx(alone.edits[1].norms.median, rel=1e-6)
 
 
 def test_a_vector_for_all_tokens_is_not_repeated_for_each(tiny):

@@ -8,7 +8,7 @@ import pytest
 
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.engine import Engine
-from deployments.engine.request import Request, Sampling
+from deployments.engine.request import Request, Rows, Sampling
 
 
 def test_a_request_whose_token_cannot_be_taken_ends_alone(tiny, prompt, drain, endings, monkeypatch):
@@ -48,14 +48,39 @@ def test_an_assertion_of_a_models_own_code_ends_its_requests_and_not_the_engine(
     assert len(done.tokens) == 2
 
 
-def test_a_broken_invariant_of_the_engine_ends_it(tiny, prompt, capturing, drain):
+@pytest.mark.parametrize("piecewise", [False, True])
+def test_a_broken_invariant_of_one_requests_rows_ends_its_recording_alone(
+    piecewise, tiny, prompt, capturing, drain, endings
+):
+    model = tiny("qwen3")
+    requests = [capturing(model, str(i), prompt(4 + i), 6, points=["layers.0.output"]) for i in range(2)]
+    requests = [replace(request, ignore_eos=True) for request in requests]
+    alone = Engine(model).generate(requests)
+    engine = Engine(model, capture_bytes=1024 if piecewise else None)
+    for request in requests:
+        engine.submit(request)
+    events = []
+    while len(done := endings(events)) < len(requests):
+        for event in engine.step():
+            events.append(event)
+            if isinstance(event, Rows):
+                engine.written(event.id, event.captured.bytes)
+        if engine.statistics.steps == 1:
+            broken = next(seq for seq in engine._scheduler.running if seq.request.id == "0")
+            broken.recording._filled += 1  # a row that no forward brought
+    assert [done[request.id].tokens for request in requests] == [want.tokens for want in alone]
+    assert done["0"].captured is None
+    assert "rows of" in done["0"].error
+    assert done["1"].captured is not None
+
+
+def test_a_broken_invariant_of_the_engines_own_state_ends_it(tiny, prompt):
     engine = Engine(tiny("qwen3"))
-    engine.submit(capturing(engine.model, "a", prompt(4), 4, points=["layers.0.output"]))
-    engine.step()
-    (seq,) = engine._scheduler.running
-    seq.recording._filled += 1  # a row that no forward brought
+    engine.submit(Request("a", prompt(4), 4))
+    engine._receive_all([])
+    engine._scheduler.waiting[0].kv.pages.append(0)  # a page that nobody gave it
     with pytest.raises(AssertionError):
-        drain(engine)
+        engine.step()
 
 
 def test_seeds_of_either_sign_are_different_seeds():

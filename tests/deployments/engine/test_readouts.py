@@ -403,3 +403,33 @@ def test_rows_come_once_when_a_sequence_is_run_again(model) -> None:
     (got,) = company(model, [request(model, "a", PROMPT, 30, ["early"])], random.Random(0)).values()
     told = [position for part in got.readouts for position in part.positions]
     assert told == list(range(len(PROMPT) + 30))
+
+
+def test_a_fault_in_one_requests_values_or_gate_ends_that_request_alone(model, drain, endings) -> None:
+    changes = [gated("layers.1.output", "early", **ALWAYS)]
+    requests = [
+        request(model, "columns", PROMPT, 6, ["early"], capture=ALL),
+        request(model, "gate", PROMPT, 6, ["early"], changes),
+        request(model, "sound", PROMPT, 6, ["early"], changes, capture=ALL),
+    ]
+    (alone,) = Engine(model).generate([request(model, "sound", PROMPT, 6, ["early"], changes, capture=ALL)])
+    engine = Engine(model)
+    for one in requests:
+        engine.submit(one)
+    events = engine.step()
+    running = {seq.request.id: seq for seq in engine._scheduler.running}
+    running["columns"].readouts._parts[0].clear()
+    running["gate"].request.edits[0].gate.leaves[0].known -= 1
+    done = endings([*events, *drain(engine)])
+    assert (done["columns"].captured, done["gate"].reason) == (None, "error")
+    assert "IndexError" in done["columns"].error
+    assert "a gate misses rows" in done["gate"].error
+    assert done["sound"].tokens == alone.tokens
+    assert done["sound"].captured is not None
+
+
+def test_columns_of_values_count_in_the_memory_that_waits_to_be_written(model, drain, endings) -> None:
+    engine = Engine(model, capture_bytes=1 << 20)
+    engine.submit(request(model, "a", PROMPT, 6, ["early"], capture=ALL))
+    done = endings(drain(engine))["a"]
+    assert engine.statistics.capture_bytes == done.captured.bytes
