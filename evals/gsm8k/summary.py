@@ -149,13 +149,16 @@ def _paired(conditions: Conditions, config: Config) -> list[dict[str, Any]]:
 
 
 def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config) -> list[dict[str, Any]]:
-    """Of each mode and steered variant, the accuracy by layer (rows) and scale (columns); scale 0 is not steered."""
+    """Of each mode and steered variant, the accuracy by layer (rows) and scale (columns).
+
+    Scale 0 is the variant itself where it changes nothing.
+    """
     if not config.sweep:
         return []
     differences = {pair["b"]: pair for pair in paired if pair["kind"] == "steering"}
     scales: list[float | None] = [None]
     if "scale" in config.sweep:
-        scales = [*sorted({*config.sweep["scale"], 0.0})]
+        scales = [*sorted({*config.sweep["scale"], *([0.0] if config.plain_at_zero else [])})]
     found = []
     for mode, variant in product(config.modes, config.steered):
         names = {(cell.layer, cell.scale): cell.name for cell in cells(config) if cell.variant == variant}
