@@ -15,7 +15,7 @@ from evals.results.results import read_json, read_samples, scored_earlier, write
 from evals.results.table import write_table
 from evals.results.tally import ActivationTally, ConditionTally, ModeTally
 from evals.results.transfer import FOLDER, TRANSFER_FILE, transfer, transferred_runs
-from evals.stats import clustered_difference, covered, holm
+from evals.stats import covered, holm, paired_difference
 from evals.task.steering import asked, cells, layers
 
 NOT_PAIRED = f"no variant is compared with {CONTROL}, which was not among --variants"
@@ -140,7 +140,7 @@ def _paired(conditions: Conditions, config: Config) -> list[dict[str, Any]]:
     pairs += [((mode, c.variant), (mode, c.name), "steering") for mode in config.modes for c in cells(config)]
     found = [
         {"a": ".".join(a), "b": ".".join(b), "kind": kind}
-        | clustered_difference(conditions[a].correct, conditions[b].correct)
+        | paired_difference(conditions[a].correct, conditions[b].correct)
         for a, b, kind in pairs
         if a in conditions
     ]
