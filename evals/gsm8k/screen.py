@@ -10,6 +10,7 @@ from evals.gsm8k.options import in_ray_job
 from evals.results.tally import pair_name, unswept
 from evals.scoring import RULES, Rule
 
+TEXT_TOOLS = "the calculator was offered in plain text (--tools text)"
 REASONS = 3  # told on the screen
 READOUTS = 20  # rows of them
 STAR, LEVEL = "*", 0.05
@@ -30,6 +31,7 @@ def render(summary: dict[str, Any], directory: Path) -> str:
         lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
     lines += _sweep(summary)
     lines += _several(summary)
+    lines += _told(summary)
     lines += _readouts(summary["readouts"])
     if summary["not_paired"]:
         lines += ["", summary["not_paired"]]
@@ -113,6 +115,18 @@ def _several(summary: dict[str, Any]) -> list[str]:
         for c in conditions
     ]
     return ["", aligned(rows)] if rows else []
+
+
+def _told(summary: dict[str, Any]) -> list[str]:
+    """How the calculator was offered, where the template did not do it, and how much was thought."""
+    thoughts = [
+        f"{_name(c['mode'], c['variant'])}: {c['reasoning']['samples']} of {c['samples']} samples with thoughts, "
+        f"{c['reasoning']['tokens']:,} tokens of them counted"
+        for c in unswept(summary).values()
+        if c["reasoning"]["samples"]
+    ]
+    told = [TEXT_TOOLS] * (summary["config"].get("tools") == "text" and "with-tools" in summary["modes"]) + thoughts
+    return ["", *told] if told else []
 
 
 def _readouts(found: dict[str, Any] | None) -> list[str]:

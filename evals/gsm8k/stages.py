@@ -29,6 +29,7 @@ from evals.server.answers import RequestFailed
 from evals.server.server_process import serving, tail_of
 from evals.server.server_queries import first_model, wait_healthy
 from evals.serving_config import Stage
+from evals.task import text_tools
 from evals.task.few_shot import load_few_shot
 from evals.task.problems import load_problems, locate
 from evals.task.prompts import Prompts, load_variants
@@ -149,7 +150,10 @@ def prepare(config: Config) -> Work:
         rows = f"{chosen.repeated} rows of {path} repeat a question"
         _say(f"{rows}: each question is asked once")
     few_shot = load_few_shot(config, set(chosen.problems["id"].to_pylist()))
-    prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot, system=config.system)
+    tools = text_tools.INSTRUCTION if config.tools == "text" and "with-tools" in config.modes else ""
+    prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot, system=config.system, tools=tools)
+    if config.epochs > 1 and not config.temperature:
+        _say(f"--epochs {config.epochs}: at temperature 0 the answers to a problem are the same")
     told = facts(config, prompts, path, chosen)
     check(config, told, prompts.messages(chosen.problems["question"][0].as_py(), config.variants[0]))
     return Work(config, chosen.problems, prompts, reward, told)
@@ -192,8 +196,9 @@ def generate(work: Work, results: Results) -> str | None:
         None, or why it ended early.
     """
     try:
+        failures = 0
         for mode in work.config.modes:
-            _generate_mode(mode, work, results)
+            failures = _generate_mode(mode, work, results, failures)
     except KeyboardInterrupt:
         return "interrupted"
     except TooManyFailed as error:
@@ -203,9 +208,21 @@ def generate(work: Work, results: Results) -> str | None:
     return None
 
 
-def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
-    """Writes and counts the samples of one mode as they finish, behind one progress bar."""
-    failures = 0
+def _generate_mode(mode: Mode, work: Work, results: Results, failures: int) -> int:
+    """Writes and counts the samples of one mode as they finish, behind one progress bar.
+
+    Args:
+        mode: the mode.
+        work: what is asked.
+        results: where samples go.
+        failures: samples that failed before.
+
+    Returns:
+        Those that failed by now.
+
+    Raises:
+        TooManyFailed: more than may.
+    """
     with Progress(mode, work.problems.num_rows * len(asked(work.config)) * work.config.epochs) as progress:
         for sample in read_samples(results.directory, mode):
             if results.has(sample.key):
@@ -217,6 +234,7 @@ def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
             failures += sample.outcome == "failed"
             if work.config.max_failures is not None and failures > work.config.max_failures:
                 raise TooManyFailed(f"{failures} samples failed, and --max-failures is {work.config.max_failures}")
+    return failures
 
 
 def report(config: Config, incomplete: str | None) -> int:
