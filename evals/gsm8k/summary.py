@@ -96,6 +96,8 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     reasons = [incomplete] if incomplete else [f"{counts['missing']} samples are missing"] * bool(counts["missing"])
     if len(profiles := sum((tally.profiles for tally in conditions.values()), Counter[str]())) > 1:
         reasons.append(f"answers were made with several intervention profiles: {', '.join(sorted(profiles))}")
+    if "interventions_after" in facts:
+        reasons.append("the server's default intervention profile was changed meanwhile")
     if unrewarded := sum(tally.unrewarded for tally in conditions.values()):
         reasons.append(f"{unrewarded} answers have no reward")
     return {

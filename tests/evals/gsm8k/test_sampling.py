@@ -128,6 +128,34 @@ def test_a_profile_that_becomes_the_default_stops_a_resume(
     assert "a run with other interventions" in capsys.readouterr().err
 
 
+def test_a_default_that_is_replaced_under_its_name_is_seen(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
+) -> None:
+    first = {"name": "calm", "model": "fake/model", "default": True, "created": 1.0}
+    server.profiles, server.profiles_after = [first], (1, [first | {"created": 2.0}])
+    assert evaluate(write_problems("")) == 1
+    assert "profile was changed meanwhile" in read(tmp_path, "summary.json")["incomplete"]
+    assert read(tmp_path, "config.json")["interventions"]["default"]["created"] == 1.0
+
+
+def test_another_readout_under_the_name_of_a_gates_stops_a_resume(
+    server: FakeServer,
+    write_problems: Write,
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server.readouts = {"truth": TRUTH}
+    file = tmp_path / "gated.json"
+    gate = {"all": [{"readout": "truth", "above": 1.0}]}
+    file.write_text(json.dumps([{"op": "zero", "point": "layers.1.output", "when": gate}]))
+    dataset = write_problems("", "")
+    assert evaluate(dataset, "--interventions", str(file), "--samples", "1") == 0
+    server.readouts = {"truth": TRUTH | {"id": "2"}}
+    assert evaluate(dataset, "--resume", "--samples", "2") == 2
+    assert "a run with other interventions.readouts" in capsys.readouterr().err
+
+
 def test_readouts_are_asked_kept_and_compared_with_the_outcome(
     server: FakeServer,
     write_problems: Write,
