@@ -59,6 +59,7 @@ class FakeServer:
         self.closed: Response | None = None  # what it answers to who asks for models
         self.retry_after = "0"
         self.modern = False  # refuses max_tokens, as OpenAI's newer models do
+        self.keys: set[str | None] = set()  # that chat requests send
         self.attempts: Counter[str] = Counter()  # by question
         self.checks = 0
         self._loop = asyncio.new_event_loop()
@@ -129,6 +130,7 @@ class FakeServer:
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
+        self.keys.add(request.headers.get("authorization"))
         question = [message["content"] for message in body["messages"] if message["role"] == "user"][-1]
         label = (re.search(r"\[(\w+)\]", question) or [""])[0].strip("[]")
         self.attempts[question] += 1
