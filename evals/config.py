@@ -30,6 +30,11 @@ class EvalError(Exception):
     """What stops a run; the text is for the user."""
 
 
+def scaled_field(intervention: dict[str, Any]) -> str | None:
+    """What a sweep's scale sets in an intervention; None where that has no strength."""
+    return None if "sae" in intervention else {"add": "scale", "scale": "factor"}.get(str(intervention.get("op")))
+
+
 def _names_tokens(value: str) -> str:
     parse(value)
     return value
@@ -89,6 +94,11 @@ class Config(ServingConfig):
     def steered(self) -> tuple[str, ...]:
         """The variants that are also asked with the interventions."""
         return (self.steer or self.variants) if self.interventions else ()
+
+    @property
+    def plain_at_zero(self) -> bool:
+        """Whether a scale of 0 is no steering, and not asked: where all interventions add, and so do nothing then."""
+        return all(scaled_field(one) == "scale" for one in self.interventions)
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -157,13 +167,13 @@ class Config(ServingConfig):
             return value
         try:
             pairs = [str(word).split("=") for word in words]
-            found = {name: [float(number) for number in numbers.split(",")] for name, numbers in pairs}
+            found = {name: [float(number) + 0.0 for number in numbers.split(",")] for name, numbers in pairs}  # no -0.0
         except ValueError:
             raise ValueError("write it as scale=-4,0,4 layer=8,12") from None
         if repeated := [name for name, numbers in found.items() if len(set(numbers)) < len(numbers)]:
             raise ValueError(f"a {repeated[0]} appears twice")
-        if found.get("scale") == [0]:
-            raise ValueError("a scale of 0 changes nothing: name another one beside it")
+        if broken := [number for number in found.get("layer", ()) if not number.is_integer()]:
+            raise ValueError(f"a layer is a whole number, not {broken[0]:g}")
         return found
 
     @field_validator("rewards", mode="before")
@@ -197,6 +207,8 @@ class Config(ServingConfig):
                 "--points, --layers, --sites, --tokens, --transfer-activations and --inline-activations need "
                 "--collect-activations"
             )
+        if self.sweep.get("scale") == (0,) and self.plain_at_zero:
+            raise ValueError("--sweep: a scale of 0 changes nothing: name another one beside it")
         if (self.sweep or self.steer) and not self.interventions:
             raise ValueError("--sweep and --steer need --interventions")
         if unknown := [name for name in self.steer if name not in self.variants]:
@@ -204,6 +216,10 @@ class Config(ServingConfig):
         swept = "{layer}" in str(self.interventions)
         if swept != ("layer" in self.sweep):
             raise ValueError("--sweep layer=... and {layer} in a point of --interventions go together")
+        if "scale" in self.sweep and not any(map(scaled_field, self.interventions)):
+            raise ValueError(
+                "--sweep scale=...: no intervention of --interventions has a scale; add and scale have one"
+            )
         if self.split != "test" and self.dataset != HUB_DATASET:
             raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file has one split only")
         if self.few_shot_file and not self.few_shot:

@@ -85,25 +85,22 @@ def find_normalized(text: str) -> Answer | None:
     return Answer(("-" if last["sign"] else "") + SEPARATOR.sub("", last["digits"]), *last.span("number"))
 
 
-def _same_text(found: str, gold: str) -> bool:
-    return _compared(found) == gold
-
-
-def _same_number(found: str, gold: str) -> bool:
-    return Decimal(found) == Decimal(gold)
+def _compared(number: str) -> str:
+    """What is left for the comparison as text."""
+    return number.strip().replace(",", "").replace("$", "").removesuffix(".")
 
 
 class Scoring(NamedTuple):
-    """A rule: how it finds an answer, and how it compares what it found with the gold number."""
+    """A rule: how it finds an answer, and the value of what it found: that of the gold number where it is right."""
 
     find: Callable[[str], Answer | None]
-    same: Callable[[str, str], bool]
+    value: Callable[[str], str | Decimal]
 
 
 SCORING: dict[Rule, Scoring] = {
-    "strict": Scoring(find_strict, _same_text),
-    "flexible": Scoring(find_flexible, _same_text),
-    "normalized": Scoring(find_normalized, _same_number),
+    "strict": Scoring(find_strict, _compared),
+    "flexible": Scoring(find_flexible, _compared),
+    "normalized": Scoring(find_normalized, Decimal),
 }
 RULES: tuple[Rule, ...] = get_args(Rule)
 
@@ -129,9 +126,9 @@ def score(completion: str, gold: str, rule: Rule) -> Score:
     if rule not in SCORING:
         raise ValueError(f"there is no scoring rule {rule!r}; the rules are {', '.join(RULES)}")
     expected = gold_number(gold)
-    find, same = SCORING[rule]
+    find, value = SCORING[rule]
     answer = find(completion)
-    return Score(answer, answer is not None and same(answer.text, expected))
+    return Score(answer, answer is not None and value(answer.text) == value(expected))
 
 
 def gold_number(gold: str) -> str:
@@ -159,8 +156,3 @@ def strict_match(text: str) -> str | None:
 def flexible_match(text: str) -> str | None:
     """The answer by the flexible rule, as it stands in the text; None where there is none."""
     return found.text if (found := find_flexible(text)) else None
-
-
-def _compared(number: str) -> str:
-    """What is left for the comparison as text."""
-    return number.strip().replace(",", "").replace("$", "").removesuffix(".")

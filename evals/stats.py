@@ -2,52 +2,30 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Z95 = 1.959963984540054  # normal quantile of a two-sided 95% interval
+FINEST = 240  # the smallest unit of differences is 1 / this
 
 
 def proportion(hits: int, total: int) -> dict[str, Any]:
     """An accuracy, its standard error and 95% Wilson interval; None where there was nothing to count."""
     if total == 0:
         return {"correct": 0, "of": 0, "accuracy": None, "stderr": None, "ci95": None}
-    p, z2 = hits / total, Z95**2
-    center = (p + z2 / (2 * total)) / (1 + z2 / total)
-    half = Z95 * math.sqrt(p * (1 - p) / total + z2 / (4 * total**2)) / (1 + z2 / total)
-    return {
-        "correct": hits,
-        "of": total,
-        "accuracy": p,
-        "stderr": math.sqrt(p * (1 - p) / total),
-        "ci95": [max(0.0, center - half), min(1.0, center + half)],
-    }
-
-
-def paired_difference(a: Mapping[str, bool], b: Mapping[str, bool]) -> dict[str, Any]:
-    """Accuracy of b less that of a over the problems both have, with Tango's 95% interval; `p` is McNemar's, exact."""
-    shared = a.keys() & b.keys()
-    if not shared:
-        return {"problems": 0, "difference": None, "ci95": None, "only_a": 0, "only_b": 0, "p": None}
-    only_a = sum(a[i] and not b[i] for i in shared)
-    only_b = sum(b[i] and not a[i] for i in shared)
-    n = len(shared)
-    return {
-        "problems": n,
-        "difference": (only_b - only_a) / n,
-        "ci95": [-_upper(only_b, only_a, n), _upper(only_a, only_b, n)],
-        "only_a": only_a,
-        "only_b": only_b,
-        "p": mcnemar(only_a, only_b),
-    }
+    p = hits / total
+    stderr = math.sqrt(p * (1 - p) / total)
+    return {"correct": hits, "of": total, "accuracy": p, "stderr": stderr, "ci95": _wilson(p, total)}
 
 
 def clustered(hits: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
     """As `proportion`, of several answers to each problem: the standard error is of problems, which are independent.
 
-    The interval is Wilson's for as many answers as would have that standard error.
+    The interval is Wilson's for as many answers as would have that standard error, and no more than there are. Of fewer
+    than two problems it is not known.
 
     Args:
         hits: right answers by problem.
@@ -55,36 +33,55 @@ def clustered(hits: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
     """
     right, total, n = sum(hits), sum(of), len(of)
     found = proportion(right, total)
-    if total == n or n < 2:
+    if total == n:
         return found
+    if n < 2:
+        return found | {"stderr": None, "ci95": None}
     p = right / total
     stderr = math.sqrt(n / (n - 1) * sum((h - p * k) ** 2 for h, k in zip(hits, of, strict=True))) / total
-    effective = p * (1 - p) / stderr**2 if stderr else n  # all right or all wrong: no more than there are problems
-    center = (p + Z95**2 / (2 * effective)) / (1 + Z95**2 / effective)
-    half = Z95 * math.sqrt(p * (1 - p) / effective + Z95**2 / (4 * effective**2)) / (1 + Z95**2 / effective)
-    return found | {"stderr": stderr, "ci95": [max(0.0, center - half), min(1.0, center + half)]}
+    # Where problems do not differ at all: no more answers than there are problems.
+    return found | {"stderr": stderr, "ci95": _wilson(p, min(total, p * (1 - p) / stderr**2) if stderr else n)}
 
 
-def clustered_difference(a: Mapping[str, Sequence[bool]], b: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
-    """As `paired_difference`, of several answers to each problem: of their means, with a normal interval and p.
+def paired_difference(a: Mapping[str, Sequence[bool]], b: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
+    """Accuracy of b less that of a over the problems both have, of each the mean of its answers.
 
-    `only_a` and `only_b` count the problems of which one side has the larger share right.
+    `ci95` is Tango's interval. Of several answers to a problem it is that of a table of single ones with the same mean
+    and variance, and not known for fewer than two problems. `p` is exact, of `sign_flip`. `only_a` and `only_b` count
+    the problems of which one side has the larger share right.
+
+    Args:
+        a: whether each answer is right, by problem.
+        b: the same of the other side.
     """
-    shared = a.keys() & b.keys()
-    if all(len(a[i]) == len(b[i]) == 1 for i in shared):
-        return paired_difference({i: a[i][0] for i in shared}, {i: b[i][0] for i in shared})
-    each = np.array([sum(b[i]) / len(b[i]) - sum(a[i]) / len(a[i]) for i in sorted(shared)])
-    mean, n = float(each.mean()), len(each)
-    stderr = float(each.std(ddof=1) / math.sqrt(n)) if n > 1 else math.inf
-    known = 0 < stderr < math.inf
+    shared = sorted(a.keys() & b.keys())
+    if not shared:
+        return {"problems": 0, "difference": None, "ci95": None, "only_a": 0, "only_b": 0, "p": None}
+    exact = [Fraction(sum(b[i]), len(b[i])) - Fraction(sum(a[i]), len(a[i])) for i in shared]
+    n, answers = len(shared), sum(min(len(a[i]), len(b[i])) for i in shared)
+    mean, square = float(sum(exact) / n), float(sum(one**2 for one in exact) / n)
     return {
         "problems": n,
         "difference": mean,
-        "ci95": [max(-1.0, mean - Z95 * stderr), min(1.0, mean + Z95 * stderr)],
-        "only_a": int((each < 0).sum()),
-        "only_b": int((each > 0).sum()),
-        "p": math.erfc(abs(mean) / stderr / math.sqrt(2)) if known else 1.0,
+        "ci95": None if n < 2 and answers > n else _tango(mean, square, n, answers),
+        "only_a": sum(one < 0 for one in exact),
+        "only_b": sum(one > 0 for one in exact),
+        "p": sign_flip(exact),
     }
+
+
+def sign_flip(differences: Sequence[Fraction]) -> float:
+    """The exact two-sided p value of differences by problem: a fair coin decides the sign of each.
+
+    Of differences of -1, 0 and 1 this is McNemar's test. Differences that have no common unit above 1/240 are rounded
+    to that, which leaves the test exact.
+    """
+    unit = min(math.lcm(*(one.denominator for one in differences)), FINEST)
+    steps = [round(one * unit) for one in differences]
+    chances = np.ones(1)  # of each sum of those steps that go up
+    for step in filter(None, map(abs, steps)):
+        chances = (np.pad(chances, (0, step)) + np.pad(chances, (step, 0))) / 2
+    return min(1.0, 2 * float(chances[(sum(map(abs, steps)) + abs(sum(steps))) // 2 :].sum()))
 
 
 def pass_at(k: int, hits: Sequence[int], of: Sequence[int]) -> float | None:
@@ -107,13 +104,34 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     return found
 
 
-def _upper(only_a: int, only_b: int, n: int) -> float:
-    """The upper bound of the 95% score interval of b less a: the largest difference that McNemar's score keeps.
+def _wilson(p: float, n: float) -> list[float]:
+    """The 95% interval of an accuracy p of n answers."""
+    z2 = Z95**2
+    center = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n**2)) / (1 + z2 / n)
+    return [max(0.0, center - half), min(1.0, center + half)]
 
-    Tango (1998), Statistics in Medicine 17, 891-908. It has a width also where no problem, or every one, differs.
+
+def _tango(mean: float, square: float, problems: int, answers: int) -> list[float]:
+    """The 95% score interval of a difference: all differences that McNemar's score keeps.
+
+    Tango (1998), Statistics in Medicine 17, 891-908. It has a width also where no problem, or every one, differs. It is
+    of a table of single answers, in which a share of problems that equals the mean square of the differences differs.
+    Means of several answers may have a smaller mean square than any table with their mean. Then the table has more
+    problems, so that the mean's variance is theirs, but no more than there are answers.
     """
+    n, apart = float(problems), square
+    if square < abs(mean):
+        apart, variance = abs(mean), square - mean**2
+        n = min(answers, problems * (apart - mean**2) / variance) if variance > 1e-12 else answers
+    only_a, only_b = n * (apart - mean) / 2, n * (apart + mean) / 2
+    return [min(mean, -_upper(only_b, only_a, n)), max(mean, _upper(only_a, only_b, n))]
+
+
+def _upper(only_a: float, only_b: float, n: float) -> float:
+    """The upper bound of b less a, of n problems of which `only_a` and `only_b` one side alone has right."""
     low, high = (only_b - only_a) / n, 1.0
-    if low == high:
+    if low >= high:
         return high
     for _ in range(60):  # halvings: below what a float tells apart
         middle = (low + high) / 2
@@ -121,23 +139,13 @@ def _upper(only_a: int, only_b: int, n: int) -> float:
     return high
 
 
-def _score(only_a: int, only_b: int, n: int, difference: float) -> float:
+def _score(only_a: float, only_b: float, n: float, difference: float) -> float:
     """How many standard errors the counts lie above a true difference; McNemar's z where that is 0."""
     # The likeliest share of problems that a alone has right, given the difference.
     linear = (2 * n + only_a - only_b) * difference - only_a - only_b
     root = math.sqrt(linear**2 + 8 * n * only_a * difference * (1 - difference))
     variance = 2 * (root - linear) / (4 * n) + difference * (1 - difference)
     return (only_b - only_a - n * difference) / math.sqrt(n * variance)
-
-
-def mcnemar(only_a: int, only_b: int) -> float:
-    """The exact two-sided p value of McNemar's test: a fair coin for each problem that one side alone has right."""
-    n, fewer = only_a + only_b, min(only_a, only_b)
-    ways, tail = 1, 1  # n over 0
-    for k in range(fewer):
-        ways = ways * (n - k) // (k + 1)
-        tail += ways
-    return min(1.0, 2 * tail / (1 << n))
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float | None]:

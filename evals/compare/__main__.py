@@ -8,7 +8,7 @@ from typing import Any
 
 from evals.compare.comparison import Compared, Run, compare, differing, load_runs
 from evals.config import EvalError
-from evals.gsm8k.screen import COUNTED, aligned, columns, heads, number
+from evals.gsm8k.screen import COUNTED, aligned, chances, columns, heads, interval, number, points
 from evals.report.charts import SHARES, around_zero
 from evals.report.page import template
 from evals.scoring import RULES
@@ -102,11 +102,15 @@ def _conditions(of: Compared) -> str:
 def _difference(a: str, b: str, pair: dict[str, Any]) -> list[str]:
     if pair["difference"] is None:
         return [f"{b} less {a}", "they share no answered problem", "", "", ""]
-    low, high = (f"{100 * bound:+.1f}" for bound in pair["ci95"])
-    points = f"{100 * pair['difference']:+.1f} points"
     alone = f"{pair['only_b']} right in {b} alone, {pair['only_a']} in {a} alone"
-    bounds = f"95% interval {low} to {high}"
-    return [f"{b} less {a}", points, bounds, f"p = {pair['p']:.2g}", f"{pair['problems']} problems, {alone}"]
+    bounds, chance = f"95% interval {interval(pair['ci95'], points)}", chances(pair)
+    return [
+        f"{b} less {a}",
+        f"{points(pair['difference'])} points",
+        bounds,
+        chance,
+        f"{pair['problems']} problems, {alone}",
+    ]
 
 
 def _setting(runs: Sequence[Run], name: str, values: Sequence[str]) -> list[str]:

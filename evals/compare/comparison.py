@@ -13,7 +13,7 @@ from evals.config import EvalError
 from evals.report.page import finished
 from evals.results.results import read_json
 from evals.scoring import Rule
-from evals.stats import clustered_difference
+from evals.stats import holm, paired_difference
 
 BATCH = 8192  # rows
 MAX_SETTING = 300  # characters of a setting that are shown
@@ -46,7 +46,8 @@ class Compared(NamedTuple):
         rule: the first run's, by which all of them are compared.
         rows: name of the run, and its part of summary.json.
         speeds: tokens per second of the mode, by the run's name.
-        paired: the first run's name, another's, and its accuracy less that of the first by problem.
+        paired: the first run's name, another's, and its accuracy less that of the first by problem; `p_holm` is
+            corrected for all that `compare` gives.
     """
 
     title: str
@@ -90,12 +91,20 @@ def compare(runs: Sequence[Run]) -> list[Compared]:
     shared = {key: [(run, key) for run in runs if key in run.summary["conditions"]] for key in keys}
     found = [_compared(key, of) for key, of in shared.items() if len(of) > 1]
     if found:
-        return found
+        return _corrected(found)
     if any(len(run.summary["conditions"]) != 1 for run in runs):
         listed = "; ".join(f"{run.name} has {', '.join(run.summary['conditions'])}" for run in runs)
         raise EvalError(f"the runs share no condition: {listed}")
     only = [(run, next(iter(run.summary["conditions"]))) for run in runs]
-    return [_compared(" and ".join(key for _, key in only), only)]
+    return _corrected([_compared(" and ".join(key for _, key in only), only)])
+
+
+def _corrected(found: list[Compared]) -> list[Compared]:
+    """The same with each p value corrected by Holm for all differences."""
+    pairs = [pair for of in found for _, _, pair in of.paired]
+    for pair, p in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
+        pair["p_holm"] = p
+    return found
 
 
 def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -117,7 +126,7 @@ def _compared(title: str, of: list[tuple[Run, str]]) -> Compared:
     paired = []
     for run, condition in others:
         b = _correct(run.directory, condition["mode"], condition["variant"], rule)
-        paired.append((first.name, run.name, clustered_difference(a, b)))
+        paired.append((first.name, run.name, paired_difference(a, b)))
     return Compared(
         title,
         rule,

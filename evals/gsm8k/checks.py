@@ -20,11 +20,21 @@ def check(config: Config, record: Facts, messages: list[dict[str, Any]]) -> None
     Raises:
         EvalError: One is; the text names it and says what to do.
     """
+    _check_names(config)
     _check_room(config, record)
     _check_readouts(config, record)
     if record["server"].get("versions"):  # of another server each request may cost
         _check_tools(config)
         _check_interventions(config, messages)
+
+
+def _check_names(config: Config) -> None:
+    """Refuse a steered condition with the name of a variant, or of another one: their samples would be one."""
+    names = steering.asked(config)
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise EvalError(
+            f"--sweep: two conditions would be named {repeated[0]}: rename the variant, or round the scales"
+        )
 
 
 def _check_room(config: Config, record: Facts) -> None:

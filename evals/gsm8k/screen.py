@@ -1,6 +1,7 @@
 """The short text that a run ends with."""
 
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from evals.gsm8k.options import in_ray_job
 from evals.results.tally import pair_name, unswept
 from evals.scoring import RULES, Rule
 
+TEXT_TOOLS = "the calculator was offered in plain text (--tools text)"
 REASONS = 3  # printed on the screen
 READOUTS = 20  # rows of them
 STAR, LEVEL = "*", 0.05
@@ -29,6 +31,7 @@ def render(summary: dict[str, Any], directory: Path) -> str:
         lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
     lines += _sweep(summary)
     lines += _several(summary)
+    lines += _told(summary)
     lines += _readouts(summary["readouts"])
     if summary["not_paired"]:
         lines += ["", summary["not_paired"]]
@@ -99,7 +102,7 @@ def _steered(cell: dict[str, Any]) -> str:
     if cell["difference"] is None:
         return percent(cell["accuracy"]) + "  "
     star = STAR if cell["p_holm"] is not None and cell["p_holm"] < LEVEL else " "
-    return f"{percent(cell['accuracy'])} {100 * cell['difference']:+5.1f} {star}"
+    return f"{percent(cell['accuracy'])} {points(cell['difference']):>5} {star}"
 
 
 def _several(summary: dict[str, Any]) -> list[str]:
@@ -112,6 +115,18 @@ def _several(summary: dict[str, Any]) -> list[str]:
         for c in conditions
     ]
     return ["", aligned(rows)] if rows else []
+
+
+def _told(summary: dict[str, Any]) -> list[str]:
+    """How the calculator was offered, where the template did not do it, and how much was thought."""
+    thoughts = [
+        f"{_name(c['mode'], c['variant'])}: {c['reasoning']['samples']} of {c['samples']} samples with thoughts, "
+        f"{c['reasoning']['tokens']:,} tokens of them counted"
+        for c in unswept(summary).values()
+        if c["reasoning"]["samples"]
+    ]
+    told = [TEXT_TOOLS] * (summary["config"].get("tools") == "text" and "with-tools" in summary["modes"]) + thoughts
+    return ["", *told] if told else []
 
 
 def _readouts(found: dict[str, Any] | None) -> list[str]:
@@ -132,10 +147,13 @@ def _readouts(found: dict[str, Any] | None) -> list[str]:
 
 
 def _difference(pair: dict[str, Any]) -> list[str]:
-    low, high = (f"{100 * bound:+.1f}" for bound in pair["ci95"])
     a, b = (_name(*key.split(".")) for key in (pair["a"], pair["b"]))
-    chance = f"p = {pair['p']:.2g}, {pair['p_holm']:.2g} by Holm"
-    return [f"{b} - {a}", f"{100 * pair['difference']:+.1f}", f"{low} to {high}", chance]
+    return [f"{b} - {a}", points(pair["difference"]), interval(pair["ci95"], points), chances(pair)]
+
+
+def chances(pair: dict[str, Any]) -> str:
+    """The p value of a difference, and the same for all of them."""
+    return f"p = {pair['p']:.2g}, {pair['p_holm']:.2g} by Holm"
 
 
 def _name(mode: str, variant: str) -> str:
@@ -194,6 +212,11 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def interval(bounds: list[float] | None) -> str:
-    """The bounds of a share in percent."""
-    return "-" if bounds is None else f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"
+def points(difference: float) -> str:
+    """A difference of shares in points."""
+    return f"{100 * difference:+.1f}"
+
+
+def interval(bounds: list[float] | None, form: Callable[[float], str] = lambda share: f"{100 * share:.1f}") -> str:
+    """The bounds of a share in percent, or of a difference in `points`."""
+    return "-" if bounds is None else f"{form(bounds[0])} to {form(bounds[1])}"

@@ -8,7 +8,7 @@ answers.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -23,12 +23,13 @@ from evals.gsm8k.progress import Progress
 from evals.gsm8k.screen import not_stored, render, where
 from evals.gsm8k.smoke import smoke
 from evals.gsm8k.summary import conclude, summarize
-from evals.results.provenance import MAY_DIFFER, Facts, changed, facts, sampled_as_the_model
+from evals.results.provenance import MAY_DIFFER, Facts, changed, default_profile, facts, sampled_as_the_model
 from evals.results.results import Results, check_new, read_json, read_samples, write_views
 from evals.server.answers import RequestFailed
 from evals.server.server_process import serving, tail_of
 from evals.server.server_queries import first_model, wait_healthy
 from evals.serving_config import Stage
+from evals.task import text_tools
 from evals.task.few_shot import load_few_shot
 from evals.task.problems import load_problems, locate
 from evals.task.prompts import Prompts, load_variants
@@ -112,6 +113,8 @@ def _with_server(config: Config) -> int:
         with _stage("generate", config), results:
             if "generate" in config.stages:
                 incomplete = generate(work, results)
+                with suppress(RequestFailed):  # the server may be gone by now: then nothing more is known
+                    results.note_profile(default_profile(work.config))
     if "report" in config.stages:
         with _stage("report", config):
             if not asks:
@@ -149,7 +152,10 @@ def prepare(config: Config) -> Work:
         rows = f"{chosen.repeated} rows of {path} repeat a question"
         _say(f"{rows}: each question is asked once")
     few_shot = load_few_shot(config, set(chosen.problems["id"].to_pylist()))
-    prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot, system=config.system)
+    tools = text_tools.INSTRUCTION if config.tools == "text" and "with-tools" in config.modes else ""
+    prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot, system=config.system, tools=tools)
+    if config.epochs > 1 and not config.temperature:
+        _say(f"--epochs {config.epochs}: at temperature 0 the answers to a problem are the same")
     record = facts(config, prompts, path, chosen)
     check(config, record, prompts.messages(chosen.problems["question"][0].as_py(), config.variants[0]))
     return Work(config, chosen.problems, prompts, reward, record)
@@ -192,8 +198,9 @@ def generate(work: Work, results: Results) -> str | None:
         None, or why it ended early.
     """
     try:
+        failures = 0
         for mode in work.config.modes:
-            _generate_mode(mode, work, results)
+            failures = _generate_mode(mode, work, results, failures)
     except KeyboardInterrupt:
         return "interrupted"
     except TooManyFailed as error:
@@ -203,9 +210,21 @@ def generate(work: Work, results: Results) -> str | None:
     return None
 
 
-def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
-    """Writes and counts the samples of one mode as they finish, behind one progress bar."""
-    failures = 0
+def _generate_mode(mode: Mode, work: Work, results: Results, failures: int) -> int:
+    """Writes and counts the samples of one mode as they finish, behind one progress bar.
+
+    Args:
+        mode: the mode.
+        work: what is asked.
+        results: where samples go.
+        failures: samples that failed before.
+
+    Returns:
+        Those that failed by now.
+
+    Raises:
+        TooManyFailed: more than may.
+    """
     with Progress(mode, work.problems.num_rows * len(asked(work.config)) * work.config.epochs) as progress:
         for sample in read_samples(results.directory, mode):
             if results.has(sample.key):
@@ -217,6 +236,7 @@ def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
             failures += sample.outcome == "failed"
             if work.config.max_failures is not None and failures > work.config.max_failures:
                 raise TooManyFailed(f"{failures} samples failed, and --max-failures is {work.config.max_failures}")
+    return failures
 
 
 def report(config: Config, incomplete: str | None) -> int:

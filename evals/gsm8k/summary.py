@@ -15,7 +15,7 @@ from evals.results.results import read_json, read_samples, scored_earlier, write
 from evals.results.table import write_table
 from evals.results.tally import ActivationTally, ConditionTally, ModeTally
 from evals.results.transfer import FOLDER, TRANSFER_FILE, transfer, transferred_runs
-from evals.stats import clustered_difference, covered, holm
+from evals.stats import covered, holm, paired_difference
 from evals.task.steering import asked, cells, layers
 
 NOT_PAIRED = f"no variant is compared with {CONTROL}, which was not among --variants"
@@ -96,6 +96,8 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     reasons = [incomplete] if incomplete else [f"{counts['missing']} samples are missing"] * bool(counts["missing"])
     if len(profiles := sum((tally.profiles for tally in conditions.values()), Counter[str]())) > 1:
         reasons.append(f"answers were made with several intervention profiles: {', '.join(sorted(profiles))}")
+    if "interventions_after" in facts:
+        reasons.append("the server's default intervention profile was changed meanwhile")
     if unrewarded := sum(tally.unrewarded for tally in conditions.values()):
         reasons.append(f"{unrewarded} answers have no reward")
     return {
@@ -140,7 +142,7 @@ def _paired(conditions: Conditions, config: Config) -> list[dict[str, Any]]:
     pairs += [((mode, c.variant), (mode, c.name), "steering") for mode in config.modes for c in cells(config)]
     found = [
         {"a": ".".join(a), "b": ".".join(b), "kind": kind}
-        | clustered_difference(conditions[a].correct, conditions[b].correct)
+        | paired_difference(conditions[a].correct, conditions[b].correct)
         for a, b, kind in pairs
         if a in conditions
     ]
@@ -149,13 +151,16 @@ def _paired(conditions: Conditions, config: Config) -> list[dict[str, Any]]:
 
 
 def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config) -> list[dict[str, Any]]:
-    """Of each mode and steered variant, the accuracy by layer (rows) and scale (columns); scale 0 is not steered."""
+    """Of each mode and steered variant, the accuracy by layer (rows) and scale (columns).
+
+    Scale 0 is the variant itself where it changes nothing.
+    """
     if not config.sweep:
         return []
     differences = {pair["b"]: pair for pair in paired if pair["kind"] == "steering"}
     scales: list[float | None] = [None]
     if "scale" in config.sweep:
-        scales = [*sorted({*config.sweep["scale"], 0.0})]
+        scales = [*sorted({*config.sweep["scale"], *([0.0] if config.plain_at_zero else [])})]
     found = []
     for mode, variant in product(config.modes, config.steered):
         names = {(cell.layer, cell.scale): cell.name for cell in cells(config) if cell.variant == variant}

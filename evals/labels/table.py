@@ -43,9 +43,10 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
     Runs of samples that failed, and runs that no sample names since theirs was asked again, are left out. The last run
     of a conversation with tools has all turns before it in its prompt: it alone is there, unless `turns` is "all".
 
-    Columns are `run_id`, `session_id`, `sample_id` and `problem` (one group), `mode`, `variant`, `turn`, `last_turn`,
-    `outcome`, `correct`, `correct_<rule>`, `reward.<name>`, `reward`, `uri` (of the run's file when it was stored), and
-    `span.<part>`: the part's first token and the one behind its last, as positions in prompt + generated, or null.
+    Columns are `run_id`, `session_id`, `sample_id` and `problem` (one group), `mode`, `variant`, `epoch`, `turn`,
+    `last_turn`, `outcome`, `correct`, `correct_<rule>`, `reward.<name>`, `reward`, `uri` (of the run's file when it was
+    stored), and `span.<part>`: the part's first token and the one behind its last, as positions in prompt + generated,
+    or null.
 
     Args:
         results_dir: the results directory; it need not be finished.
@@ -130,6 +131,7 @@ def _row(sample: Sample, turn: int, session_id: str, run: dict[str, Any]) -> dic
         "problem": sample.id,
         "mode": sample.mode,
         "variant": sample.variant,
+        "epoch": sample.epoch,
         "turn": turn,
         "last_turn": turn == len(sample.turns) - 1,
         "outcome": sample.outcome,
@@ -163,7 +165,8 @@ def _schema(rewards: Sequence[str]) -> pa.Schema:
     texts = ("run_id", "session_id", "sample_id", "problem", "mode", "variant")
     return pa.schema(
         [(name, pa.string()) for name in texts]
-        + [("turn", pa.int32()), ("last_turn", pa.bool_()), ("outcome", pa.string()), ("correct", pa.bool_())]
+        + [("epoch", pa.int32()), ("turn", pa.int32()), ("last_turn", pa.bool_())]
+        + [("outcome", pa.string()), ("correct", pa.bool_())]
         + [(f"correct_{rule}", pa.bool_()) for rule in RULES]
         + [(f"reward.{name}", pa.float64()) for name in rewards]
         + [("reward", pa.float64()), ("uri", pa.string())]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow.parquet as pq
 
+from evals.config import CONTROL
 from evals.results.results import write_json
 from evals.results.transfer import files_of
 
@@ -32,6 +33,7 @@ class _Recorded(NamedTuple):
     correct: bool
     uris: list[str]
     mode: str
+    variant: str
     is_last: bool  # of its sample's turns
 
 
@@ -116,7 +118,7 @@ def write_stats(directory: Path, *, most_runs: int = MOST_RUNS, seed: int = 0) -
 
 
 def _recorded(directory: Path) -> Iterator[_Recorded]:
-    columns = ["run_ids", "session_id", "correct", "activation_uris", "mode"]
+    columns = ["run_ids", "session_id", "correct", "activation_uris", "mode", "variant"]
     with pq.ParquetFile(directory / "samples.parquet") as file:
         for batch in file.iter_batches(batch_size=1024, columns=columns):
             for row in batch.to_pylist():
@@ -124,7 +126,8 @@ def _recorded(directory: Path) -> Iterator[_Recorded]:
                     ids = row["run_ids"] or []
                     for run_id in ids:
                         last = run_id == ids[-1]
-                        yield _Recorded(run_id, row["session_id"], bool(row["correct"]), uris, row["mode"], last)
+                        of = row["mode"], row["variant"]
+                        yield _Recorded(run_id, row["session_id"], bool(row["correct"]), uris, *of, last)
 
 
 def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str, Any]:
@@ -138,20 +141,23 @@ def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str
     chosen = heapq.nsmallest(
         most, (run for run in _recorded(directory) if run.run_id in there), key=lambda run: _rank(run.run_id, seed)
     )
-    mode = min(run.mode for run in chosen)  # without tools, where there is that
-    sums = _sums(source, chosen, mode)
+    # Without tools, where there is that. A steered condition's name begins with that of its variant: it is not least.
+    of = (run for run in _recorded(directory) if run.run_id in there)
+    mode, _, variant = min((run.mode, run.variant != CONTROL, run.variant) for run in of)
+    last = {run.run_id for run in chosen if run.is_last and (run.mode, run.variant) == (mode, variant)}
+    sums = _sums(source, chosen, last)
     points = {name: _point(name, of) for name, of in sums.items()}
-    compared = {"mode": mode, "turns": "last", "tokens": "those that the answer was drawn at"}
+    compared = {"mode": mode, "variant": variant, "turns": "last", "tokens": "those that the answer was drawn at"}
     found = {"points": points, "of_runs": of_runs, "runs": len(chosen), "sampled": len(chosen) < of_runs}
     return found | {"by_outcome": compared}
 
 
-def _sums(source: Path, chosen: list[_Recorded], mode: str) -> dict[str, dict[str, tuple[set[int], _Sums]]]:
+def _sums(source: Path, chosen: list[_Recorded], last: set[str]) -> dict[str, dict[str, tuple[set[int], _Sums]]]:
     """By point and group, which runs there are and their sums.
 
-    Right answers are compared with others in the last turns of one mode, from the prompt's last token on: of other
-    turns and modes, and of prompts, there would be more in one group than in the other, which alone would tell them
-    apart.
+    Right answers are compared with others in the `last` turns of one condition, from the prompt's last token on: of
+    other turns and conditions, and of prompts, there would be more in one group than in the other, which alone would
+    tell them apart.
     """
     import torch
 
@@ -168,7 +174,7 @@ def _sums(source: Path, chosen: list[_Recorded], mode: str) -> dict[str, dict[st
     batch_size = max(1, BATCH_BYTES // row_bytes)
     rows = ActivationRows(source, names, batch_size=batch_size, runs=set(of), shuffle=False)
     right = torch.tensor([of[run.run_id].correct for run in rows.runs])
-    compared = torch.tensor([of[run.run_id].is_last and of[run.run_id].mode == mode for run in rows.runs])
+    compared = torch.tensor([run.run_id in last for run in rows.runs])
     begins = torch.tensor([run.prompt_tokens - 1 for run in rows.runs])
     for batch in rows:
         drawn = compared[batch.run] & (batch.position >= begins[batch.run])

@@ -4,7 +4,7 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from evals.server.answers import is_absent
 from evals.server.readout_client import installed
 from evals.server.server_queries import ask_json, is_closed
 from evals.serving_config import OF_ONE_CALL
+from evals.task import steering
 from evals.task.prompts import Prompts
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server must report
     "model.structure": lambda facts: facts["model"].get("structure"),
     # Of a server that has the route this is never None: a default profile that is set in the middle shows.
     "interventions": lambda facts: facts.get("interventions"),
+    "interventions.readouts": lambda facts: facts.get("gates"),
     "server.readouts": lambda facts: facts.get("readouts"),
     "server.options.dtype": lambda facts: (facts["server"].get("options") or {}).get("dtype"),
 }
@@ -60,7 +62,8 @@ def facts(config: Config, prompts: Prompts, path: Path, chosen: "ChosenProblems"
         "git": checkout(),
         "model": model,
         "server": server,
-        "interventions": _interventions(config),
+        "interventions": default_profile(config),
+        "gates": _gates(config),
         "readouts": installed(config.base_url, config.model, config.readouts),
         "prompts": prompts.record(),
         "dataset": {
@@ -190,7 +193,24 @@ def _entry(config: Config) -> Facts:
     return next((one for one in found if one.get("id") == config.model), {"id": config.model})
 
 
-def _interventions(config: Config) -> Facts | None:
+def _gates(config: Config) -> Facts | None:
+    """The ids of the readouts and autoencoders that `--interventions` use, by their names; None without any."""
+    asked = (steering.find(config, cell.name)[1] for cell in steering.cells(config))
+    names = sorted({name for interventions in asked for name in _named(interventions)})
+    found = {name: ask_json(f"{config.base_url}/readouts/{name}", fails=is_closed) or {} for name in names}
+    return {name: one.get("id") for name, one in found.items()} or None
+
+
+def _named(value: Any) -> Iterator[str]:
+    """The readouts' names in interventions, however deep their conditions are."""
+    if isinstance(value, dict):
+        yield from (str(value[key]) for key in ("readout", "sae") if key in value)
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else ():
+        yield from _named(inner)
+
+
+def default_profile(config: Config) -> Facts | None:
     """The profile of interventions that the server applies by default to the model; None where it has no profiles."""
     listed = ask_json(f"{config.base_url}/interventions", {"limit": "1000"}, is_absent)
     profiles = (listed or {}).get("data")
@@ -198,7 +218,11 @@ def _interventions(config: Config) -> Facts | None:
         return None
     own = (one for one in profiles if isinstance(one, dict) and one.get("default"))
     default = next((one for one in own if one.get("model") == config.model), None)
-    return {"default": default and ask_json(f"{config.base_url}/interventions/{default.get('name')}")}
+    if default is None:
+        return {"default": None}
+    body = ask_json(f"{config.base_url}/interventions/{default.get('name')}") or {}
+    # By its name comes the key's own profile, if there is one; `created` tells the defaults of a name apart.
+    return {"default": (body if body.get("default") else {}) | default}
 
 
 def _server(base_url: str) -> Facts:

@@ -116,6 +116,13 @@ class Results:
         self._lines.write(_line(dataset_row(sample)))
         self._lines.flush()
 
+    def note_profile(self, default: Facts | None) -> None:
+        """Writes into config.json the server's default profile after the answers, where it is another than before."""
+        path = self.directory / "config.json"
+        facts = read_json(path)
+        if default != facts.get("interventions"):
+            write_json(path, facts | {"interventions_after": default})
+
 
 def check_new(directory: Path) -> None:
     """Returns if a directory holds no run yet.

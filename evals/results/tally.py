@@ -2,11 +2,12 @@
 
 from array import array
 from collections import Counter, defaultdict
+from decimal import Decimal
 from itertools import combinations
 from typing import Any
 
 from evals.activations_meta import item_bytes, points_of, runs_of, shape_of, tokens_of, values_of, why_not_stored
-from evals.scoring import RULES, Rule
+from evals.scoring import RULES, SCORING, Rule
 from evals.stats import clustered, covered, pass_at, proportion, quantiles
 from evals.task.trajectory import TIMEOUT, Outcome, Sample
 
@@ -32,7 +33,7 @@ class ConditionTally:
         self._rule: Rule = rule
         self._counts: Counter[str] = Counter()
         self._right: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by rule and problem
-        self._votes: defaultdict[str, Counter[tuple[str | None, bool]]] = defaultdict(Counter)
+        self._votes: defaultdict[str, Counter[tuple[str | Decimal | None, bool]]] = defaultdict(Counter)
         self._agreement: Counter[str] = Counter()
         self._latencies = array("d")  # seconds
         self._tokens = array("l")
@@ -56,11 +57,13 @@ class ConditionTally:
         self.correct[sample.id].append(sample.correct)
         for rule in RULES:
             self._right[rule][sample.id] += sample.correct_by(rule)
-        self._votes[sample.id][sample.answer(self._rule), sample.correct] += 1
+        answer = sample.answer(self._rule)
+        value = None if answer is None else SCORING[self._rule].value(answer)  # `18.0` and `18` are one vote
+        self._votes[sample.id][value, sample.correct] += 1
         self._counts["answered"] += 1
         self._counts["thought"] += bool(sample.reasoning)
         self._agreement.update(pair_name(a, b) for a, b in PAIRS if sample.correct_by(a) == sample.correct_by(b))
-        self._counts["invalid"] += sample.answer(self._rule) is None
+        self._counts["invalid"] += answer is None
         self._counts["truncated"] += sample.finish_reason == "length"
         self._counts["timed_out"] += sample.finish_reason == TIMEOUT
         self._counts["turn_limit"] += sample.turn_limit

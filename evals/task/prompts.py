@@ -34,6 +34,7 @@ class Prompts(NamedTuple):
     few_shot: FewShot | None
     instruction: str = INSTRUCTION
     system: str = ""
+    tools: str = ""  # behind the instruction of prompts with tools, where these are explained in text
 
     def messages(self, question: str, variant: str) -> list[dict[str, Any]]:
         """The messages before the model's first: each example is a user's and an assistant's, without prefix."""
@@ -51,7 +52,8 @@ class Prompts(NamedTuple):
         examples = [example._asdict() for example in few_shot.examples] if few_shot else []
         shown = few_shot and {"source": few_shot.source, "order": few_shot.order, "examples": examples}
         shown_texts = {"instruction": self.instruction, "variants": self.variants, "few_shot": shown}
-        return shown_texts | ({"system": self.system} if self.system else {})
+        further = {"system": self.system, "tools": self.tools}
+        return shown_texts | {name: text for name, text in further.items() if text}
 
 
 def load_variants(names: tuple[str, ...], path: Path | None) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-from evals.config import Config
+from evals.config import Config, scaled_field
 
 LAYER = "{layer}"  # what a sweep's layer takes the place of, in points and tensors' names
 
@@ -28,10 +28,12 @@ def layers(config: Config) -> list[int | None]:
 
 
 def cells(config: Config) -> Iterator[Cell]:
-    """The steered conditions. A scale of 0 changes nothing, so it is the variant itself."""
-    scales: list[float | None] = [float(scale) for scale in config.sweep.get("scale", ()) if scale] or [None]
+    """The steered conditions."""
+    swept = (scale for scale in config.sweep.get("scale", ()) if scale or not config.plain_at_zero)
+    scales: list[float | None] = [*swept] or [None]
     for variant, layer, scale in product(config.steered, layers(config), scales):
-        parts = [f"layer{layer}"] * (layer is not None) + [f"scale{scale:g}"] * (scale is not None)
+        parts = [] if layer is None else [f"layer{layer}"]
+        parts += [] if scale is None else [f"scale{scale:g}"]
         name = "_".join([variant, *(parts or ["steered"])])
         yield Cell(variant, name.replace(".", "p").replace("+", ""), layer, scale)
 
@@ -50,6 +52,6 @@ def find(config: Config, name: str) -> tuple[str, list[dict[str, Any]]]:
 def _filled(intervention: dict[str, Any], cell: Cell) -> dict[str, Any]:
     text = json.dumps(intervention)
     filled: dict[str, Any] = json.loads(text if cell.layer is None else text.replace(LAYER, str(cell.layer)))
-    if cell.scale is not None and intervention.get("op") in ("add", "scale"):
-        filled["scale" if intervention["op"] == "add" else "factor"] = cell.scale
+    if cell.scale is not None and (field := scaled_field(intervention)):
+        filled[field] = cell.scale
     return filled

@@ -53,11 +53,13 @@ class FakeServer:
         self.told: Body = {}  # of each model, beside its id
         self.structure: Body | None = None
         self.profiles: list[Body] | None = None  # of interventions; None without the route
+        self.profiles_after: tuple[int, list[Body]] | None = None  # after so many requests, other ones
         self.readouts: dict[str, Body] = {}  # by name, what it says of them
         self.refuses: dict[str, str] = {}  # by a field that it refuses, the place in it
         self.closed: Response | None = None  # what it answers to who asks for models
         self.retry_after = "0"
         self.modern = False  # refuses max_tokens, as OpenAI's newer models do
+        self.keys: set[str | None] = set()  # that chat requests send
         self.attempts: Counter[str] = Counter()  # by question
         self.checks = 0
         self._loop = asyncio.new_event_loop()
@@ -111,6 +113,8 @@ class FakeServer:
         return JSONResponse(self.structure) if self.structure else PlainTextResponse("no such route", status_code=404)
 
     async def _profiles(self) -> Response:
+        if self.profiles_after and len(self.requests) >= self.profiles_after[0]:
+            self.profiles = self.profiles_after[1]
         if self.profiles is None:
             return PlainTextResponse("no such route", status_code=404)
         return JSONResponse({"object": "list", "data": self.profiles})
@@ -126,6 +130,7 @@ class FakeServer:
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
+        self.keys.add(request.headers.get("authorization"))
         question = [message["content"] for message in body["messages"] if message["role"] == "user"][-1]
         label = (re.search(r"\[(\w+)\]", question) or [""])[0].strip("[]")
         self.attempts[question] += 1

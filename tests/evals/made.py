@@ -11,6 +11,7 @@ from evals.gsm8k.summary import conclude
 from evals.results.results import Results
 from evals.server.readout_client import Readings
 from evals.task.rewards import Rewarding, load_rewards
+from evals.task.steering import asked
 from evals.task.trajectory import Problem, Sample, Turn, scored
 
 Change = Callable[[Sample], Sample]
@@ -65,13 +66,13 @@ def make_results(
     }
     reward = Rewarding(load_rewards(config.rewards), print)
     with Results.create(directory, facts) as results:
-        clock = 1.8e9
+        clock, conditions = 1.8e9, asked(config)
         for mode in modes:
             for number in range(problems):
-                for variant in variants:
+                for variant in conditions:
                     draw = random.Random(f"{seed}.{number}.{mode}.{variant}")
                     luck = random.Random(f"{number}").random() * 0.8 + draw.random() * 0.2  # hard ones are hard in all
-                    harder = 0.1 * list(variants).index(variant) / len(variants) - 0.15 * (mode == "with-tools")
+                    harder = 0.1 * conditions.index(variant) / len(conditions) - 0.15 * (mode == "with-tools")
                     sample = _sample(number, mode, variant, draw, luck < skill - harder, text, clock, activations)
                     sample = sample if sample.error else scored(sample, config.rule)
                     for turn in sample.turns if read else ():

@@ -21,6 +21,8 @@ from evals.gsm8k.options import flag, parse_args, results_path
         (["--nope"], "--nope"),
         (["--sweep", "layer=8,8"], "appears twice"),
         (["--sweep", "scale=0"], "changes nothing"),
+        (["--sweep", "layer=1,1.5"], "whole number"),
+        (["--sweep", "scale=0,-0"], "appears twice"),
         (["--sample", "3"], "--sample"),  # no abbreviations
         (["--samples", "0"], "--samples"),
         (["--parallel", "many"], "--parallel"),

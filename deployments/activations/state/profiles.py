@@ -45,13 +45,16 @@ class StoredProfiles(State):
         self._version = time.time_ns()  # of the defaults
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
-        """Up to `limit` profiles that the account may read, by name, behind `after` (an admin's is `name@owner`)."""
+        """Up to `limit` profiles that the account may read, by name, behind `after` (an admin's is `name@owner`).
+
+        A default is among them also where the account has a profile of its name, since it applies to their requests.
+        """
         kept = self._kept("ORDER BY name, owner", columns=_LISTED)
         own = {one.name for one in kept if one.owner == account.owner}
         seen = [
             one
             for one in kept
-            if account.may_change(one.owner) or (account.may_read(one.owner) and one.name not in own)
+            if one.is_default or account.may_change(one.owner) or (account.may_read(one.owner) and one.name not in own)
         ]
         name, at, owner = (after or "").partition("@")
         if after is not None:

@@ -310,8 +310,10 @@ def test_a_default_is_an_admins_and_everybody_reads_it_by_name_behind_their_own(
     files = StoredProfiles(tmp_path)
     files.put(profile(model="m", default=True, description="default"), ADMIN)
     assert files.get("calm", ALICE)["description"] == "default"
+    assert [(one["name"], one["default"]) for one in files.list(10, None, ALICE)] == [("calm", True)]
     assert not files.delete("calm", ALICE)
     files.put(profile(model="m", description="own"), ALICE)
+    assert [one["description"] for one in files.list(10, None, ALICE)] == ["own", "default"]
     assert files.get("calm", ALICE)["description"] == "own"
     assert [one["description"] for one in files.defaults(None)[1].values()] == ["default"]
     assert refused(files.put, profile(model="m", default=True), ALICE)[:2] == (403, "insufficient_permissions")

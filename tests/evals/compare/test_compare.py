@@ -65,6 +65,17 @@ def test_each_of_several_runs_is_set_against_the_first(tmp_path: Path, say: Say)
     assert re.findall(r"^(\w/run less \w/run)", printed, re.MULTILINE) == ["b/run less a/run", "c/run less a/run"]
 
 
+def test_p_is_corrected_for_all_comparisons(tmp_path: Path, say: Say) -> None:
+    a = make_results(tmp_path / "a", 40, skill=0.2)
+    b = make_results(tmp_path / "b", 40, seed=1, skill=0.9)
+    _, printed, _ = say(a, b, "--html", tmp_path / "page.html")
+    found = [(float(p), float(by)) for p, by in re.findall(r"p = (\S+), (\S+) by Holm", printed)]
+    (low, low_by), (high, high_by) = sorted(found)
+    assert 0 < low_by == pytest.approx(2 * low, rel=0.05)
+    assert high_by == max(high, low_by)
+    assert '<td class="n">–</td>' not in (tmp_path / "page.html").read_text()
+
+
 def test_runs_of_other_problems_say_that_they_share_none(tmp_path: Path, say: Say) -> None:
     a, b = (make_results(tmp_path / name, 4, modes=("no-tools",)) for name in "ab")
     for file in (b / "samples").iterdir():

@@ -37,10 +37,15 @@ def read(directory: Path, name: str) -> Any:
 
 
 def test_a_run_is_extended_by_problems_and_epochs(
-    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
+    server: FakeServer,
+    write_problems: Write,
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     dataset = write_problems("", "[wrong]", "", "[wrong]")
     assert evaluate(dataset, "--samples", "2", "--epochs", "2") == 0
+    assert "--epochs 2: at temperature 0 the answers to a problem are the same" in capsys.readouterr().err
     assert read(tmp_path, "summary.json")["counts"] == {
         "problems": 2,
         "conditions": 1,
@@ -86,7 +91,7 @@ def test_each_layer_and_scale_of_a_sweep_is_paired_to_none(
     said = capsys.readouterr().out
     assert "layer 2   50.0%  +0.0      50.0%    50.0%  +0.0" in said
     assert "control_layer2" not in said  # a row for each cell would hide the variants
-    file.write_text('[{"op": "zero", "point": "layers.{layer}.output"}]')
+    file.write_text('[{"op": "add", "point": "layers.{layer}.output", "vector": "anger"}]')
     assert evaluate(write_problems("", "[wrong]"), "--resume", *told) == 2
 
 
@@ -121,6 +126,34 @@ def test_a_profile_that_becomes_the_default_stops_a_resume(
     server.profiles = [{"name": "calm", "model": "fake/model", "default": True}]
     assert evaluate(dataset, "--resume", "--samples", "2") == 2
     assert "a run with other interventions" in capsys.readouterr().err
+
+
+def test_a_default_that_is_replaced_under_its_name_is_seen(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
+) -> None:
+    first = {"name": "calm", "model": "fake/model", "default": True, "created": 1.0}
+    server.profiles, server.profiles_after = [first], (1, [first | {"created": 2.0}])
+    assert evaluate(write_problems("")) == 1
+    assert "profile was changed meanwhile" in read(tmp_path, "summary.json")["incomplete"]
+    assert read(tmp_path, "config.json")["interventions"]["default"]["created"] == 1.0
+
+
+def test_another_readout_under_the_name_of_a_gates_stops_a_resume(
+    server: FakeServer,
+    write_problems: Write,
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server.readouts = {"truth": TRUTH}
+    file = tmp_path / "gated.json"
+    gate = {"all": [{"readout": "truth", "above": 1.0}]}
+    file.write_text(json.dumps([{"op": "zero", "point": "layers.1.output", "when": gate}]))
+    dataset = write_problems("", "")
+    assert evaluate(dataset, "--interventions", str(file), "--samples", "1") == 0
+    server.readouts = {"truth": TRUTH | {"id": "2"}}
+    assert evaluate(dataset, "--resume", "--samples", "2") == 2
+    assert "a run with other interventions.readouts" in capsys.readouterr().err
 
 
 def test_readouts_are_asked_kept_and_compared_with_the_outcome(
@@ -175,8 +208,20 @@ def test_a_run_ends_once_too_many_samples_failed(
     assert "--max-failures is 0" in read(tmp_path, "summary.json")["incomplete"]
 
 
+def test_failures_of_both_modes_count_together(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
+) -> None:
+    told = ["--mode", "both", "--max-failures", "2", "--parallel", "1"]
+    assert evaluate(write_problems("[refused]", "[refused]", ""), *told) == 1
+    assert read(tmp_path, "summary.json")["incomplete"].startswith("3 samples failed")
+
+
 def test_tools_that_the_template_does_not_know_are_refused_before_the_first_sample(
-    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    server: FakeServer,
+    write_problems: Write,
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     server.told = {"versions": {"vitrine": "0.1.0"}}
     server.refuses = {"tools": "tools"}
@@ -184,6 +229,9 @@ def test_tools_that_the_template_does_not_know_are_refused_before_the_first_samp
     assert evaluate(dataset, "--mode", "with-tools") == 2
     assert "--tools text offers the calculator in plain text" in capsys.readouterr().err
     assert evaluate(dataset, "--mode", "with-tools", "--tools", "text") == 0
+    assert "offered in plain text (--tools text)" in capsys.readouterr().out
+    assert "offered in plain text" in (page := (tmp_path / "results" / "report.html").read_text())
+    assert "write &lt;calculator&gt;12 * 3&lt;/calculator&gt; and stop" in page.partition("config.json</code>")[0]
 
 
 def test_answers_are_drawn_as_the_models_publisher_draws_them(

@@ -97,6 +97,27 @@ def test_variants_without_the_control_are_compared_with_nothing_and_that_is_said
     assert said in (directory / "report.html").read_text()
 
 
+def test_a_standard_error_that_is_not_known_to_be_0_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(answered(tmp_path / "run"))
+    said = capsys.readouterr().out
+    assert "±0.0" not in said
+    assert re.search(r"no-tools +100\.0% +[0-9.]+ to 100\.0", said)
+
+
+def test_thoughts_are_counted_on_the_screen_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = answered(tmp_path / "run")
+    for path in [*(directory / "samples").iterdir()][:3]:
+        sample = json.loads(path.read_text())
+        sample["messages"][-1]["reasoning_content"] = "I add."
+        sample["turns"][-1]["reasoning_tokens"] = 7
+        path.write_text(json.dumps(sample))
+    report(directory)
+    assert "no-tools: 3 of 4 samples with thoughts, 21 tokens of them counted" in capsys.readouterr().out
+    assert "3 of 4 samples with thoughts, 21 tokens of them counted" in (directory / "report.html").read_text()
+
+
 def test_with_the_control_nothing_is_said_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = make_results(tmp_path / "run", 4, variants=("calm", "control"))
     report(directory)

@@ -58,6 +58,34 @@ def test_report_alone_asks_no_server(server: FakeServer, write_problems: Write) 
     assert len(server.requests) == requests
 
 
+def test_a_key_reaches_workers_and_no_file(
+    server: FakeServer, write_problems: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-s3cret")  # which workers of the cluster do not have
+    dataset = write_problems("", "", "")
+    results = dataset.parent / "results"
+    told = ["--base-url", server.base_url, "--dataset", str(dataset), "--results-dir", str(results)]
+    assert main([*told, "--mode", "no-tools", "--workers", "2"]) == 0
+    assert server.keys == {"Bearer sk-s3cret"}
+    assert not [path for path in results.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+
+
+def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = write_problems("", "", "")
+    results = dataset.parent / "results"
+    here = ["--results-dir", str(results)]
+    told = ["--base-url", server.base_url, "--dataset", str(dataset), "--mode", "no-tools"]
+    assert main([*here, *told, "--stages", "configure"]) == 0
+    (results / "dataset.part").symlink_to("/dev/full")  # which becomes dataset.jsonl
+    assert main([*here, "--stages", "generate"]) == 2
+    assert "No space left on device; --resume goes on once that is mended" in capsys.readouterr().err
+    assert main([*here, "--resume"]) == 0
+    assert summary(results)["counts"] | {"samples": 3, "missing": 0} == summary(results)["counts"]
+    assert len((results / "dataset.jsonl").read_text().splitlines()) == 3
+
+
 def test_answers_without_a_report_say_all_the_same_what_failed(
     server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:

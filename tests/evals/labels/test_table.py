@@ -57,7 +57,12 @@ def test_each_answer_has_one_row_with_its_sample_scores_and_rewards(made: Path) 
         sample = samples[f"{row['problem']}.{row['mode']}.{row['variant']}"]
         assert row["run_id"] == sample.runs[-1]["run_id"]
         assert (row["session_id"], row["sample_id"], row["turn"]) == (SESSION, sample.id, len(sample.turns) - 1)
-        assert (row["outcome"], row["correct"], row["last_turn"]) == (sample.outcome, sample.correct, True)
+        assert (row["outcome"], row["correct"], row["last_turn"], row["epoch"]) == (
+            sample.outcome,
+            sample.correct,
+            True,
+            1,
+        )
         assert row["correct_flexible"] == sample.correct_flexible
         rewards = {name: row[f"reward.{name}"] for name in ("correctness", "efficiency", "tool_use")}
         assert (rewards, row["reward"]) == (sample.rewards, sample.reward)

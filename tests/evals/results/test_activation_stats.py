@@ -22,13 +22,14 @@ def samples(directory: Path, runs: list[tuple[str, bool | None, list[str]]]) -> 
     """A samples.parquet with the columns that say which runs there are."""
     directory.mkdir(exist_ok=True)
     rows = [
-        {"run_ids": [run_id], "session_id": SESSION, "correct": correct, "activation_uris": uris, "mode": mode}
+        {"run_ids": [run_id], "session_id": SESSION, "correct": correct, "activation_uris": uris} | condition
         for run_id, correct, uris in runs
-        for mode in [run_id.partition("@")[2] or "no-tools"]
+        for mode, _, variant in [run_id.partition("@")[2].partition("/")]
+        for condition in [{"mode": mode or "no-tools", "variant": variant or "control"}]
     ]
     texts = pa.list_(pa.string())
     kinds = {"run_ids": texts, "session_id": pa.string(), "correct": pa.bool_(), "activation_uris": texts}
-    kinds["mode"] = pa.string()
+    kinds |= dict.fromkeys(("mode", "variant"), pa.string())
     pq.write_table(pa.Table.from_pylist(rows, pa.schema(kinds)), directory / "samples.parquet")
 
 
@@ -47,11 +48,12 @@ def read(directory: Path, **options: Any) -> dict[str, Any]:
 
 def test_they_are_the_stored_values_own(tmp_path: Path) -> None:
     values = {f"r{i}": (i % 2 == 0, points(i, 3 + i)) for i in range(6)}
-    values["r6@with-tools"] = (True, points(6, 9))  # of another mode: right answers are not compared with it
+    # Of another mode and variant, and steered: right answers are not compared with them.
+    values |= {f"r6@{at}": (True, points(6, 9)) for at in ("with-tools", "no-tools/anger", "no-tools/control_layer8")}
     with Store(tmp_path / "store") as store:
         recorded(store, tmp_path / "results", values)
     found = read(tmp_path / "results")
-    assert (found["why_not"], found["of_runs"], found["runs"], found["sampled"]) == (None, 7, 7, False)
+    assert (found["why_not"], found["of_runs"], found["runs"], found["sampled"]) == (None, 9, 9, False)
     for name, of in found["points"].items():
         for group, wanted in {"correct": True, "other": False}.items():
             answers = [tensors[name][-2:] for right, tensors in [*values.values()][:6] if right == wanted]
@@ -64,7 +66,8 @@ def test_they_are_the_stored_values_own(tmp_path: Path) -> None:
             assert got["mean"] == pytest.approx(rows.mean().item(), rel=1e-5, abs=1e-7)
             assert got["std"] == pytest.approx(rows.std(unbiased=False).item(), rel=1e-6)
             assert got["absmax"] == rows.abs().max().item()
-        assert (of["runs"], of["tokens"]) == (7, sum(len(tensors[name]) for _, tensors in values.values()))
+        assert (of["runs"], of["tokens"]) == (9, sum(len(tensors[name]) for _, tensors in values.values()))
+    assert (found["by_outcome"]["mode"], found["by_outcome"]["variant"]) == ("no-tools", "control")
     by_site = sites(found["points"])
     assert {site: [point["layer"] for point in each] for site, each in by_site.items()} == {
         "input_layernorm.output": [0, 2, 4],

@@ -46,7 +46,7 @@ def test_stored_values_are_sampled_transferred_and_summed_up(served: Any, tmp_pa
             assert torch.equal(torch.tensor(at["data"]), values)
             assert at["shape"] == run["points"][name]["shape"]
     rows = [
-        {"run_ids": [run["run_id"]], "session_id": "recorded", "correct": True, "mode": "plain"}
+        {"run_ids": [run["run_id"]], "session_id": "recorded", "correct": True, "mode": "plain", "variant": "control"}
         | {"activation_uris": ["file:///gone/x"]}
         for run in runs
     ]

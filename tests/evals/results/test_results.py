@@ -163,3 +163,17 @@ def test_a_run_without_a_sample_yet_has_all_its_files(
     assert (summary["counts"]["samples"], summary["counts"]["missing"]) == (0, 4)
     assert pq.read_table(tmp_path / "results" / "samples.parquet").num_rows == 0
     assert (tmp_path / "results" / "report.html").exists()
+
+
+def test_in_a_heat_map_0_is_no_steering_only_where_it_changes_nothing(tmp_path: Path) -> None:
+    add = {"op": "add", "point": "layers.1.output", "vector": "calm"}
+    damp = {"op": "scale", "point": "layers.1.output", "factor": 0.5}
+    for op, asked in ((add, 1), (damp, 2)):
+        directory = make_results(tmp_path / op["op"], 20, interventions=(op,), sweep={"scale": (0.0, 2.0)})
+        summary = json.loads((directory / "summary.json").read_text())
+        assert summary["counts"]["conditions"] == 2 * (1 + asked)
+        (of, _) = summary["sweep"]
+        names = ["no-tools.control" if asked == 1 else "no-tools.control_scale0", "no-tools.control_scale2"]
+        accuracies = [summary["conditions"][name]["normalized"]["accuracy"] for name in names]
+        assert (of["scales"], [cell["accuracy"] for cell in of["rows"][0]["cells"]]) == ([0.0, 2.0], accuracies)
+        assert (of["rows"][0]["cells"][0]["difference"] is None) == (asked == 1)

@@ -14,13 +14,18 @@ import evals.server.recognition as recognition
 from evals.config import EvalError
 from evals.server.recognition import ROUTES, NotReady, UnknownServer, check_asked, look
 
+keys: list[str | None] = []  # that the last server was sent
+
 
 @contextmanager
 def answering(pages: dict[str, Any], otherwise: tuple[int, str]) -> Iterator[str]:
     """The base URL of a server with these pages, and one answer to all else."""
 
+    keys.clear()
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            keys.append(self.headers.get("Authorization"))
             page = pages.get(self.path.partition("?")[0])
             status, body = (200, json.dumps(page)) if page is not None else otherwise
             self.send_response(status)
@@ -63,6 +68,17 @@ def test_the_real_server_is_known_by_its_routes_its_version_and_its_model(served
     check_asked(found, served.base_url, "vitrine-demo")
     with pytest.raises(EvalError, match="serves vitrine-demo, not another/model"):
         check_asked(found, served.base_url, "another/model")
+
+
+def test_the_key_is_shown_to_a_vitrine_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
+    for other in ({}, VITRINE | {"/openapi.json": described(title="Another")}):
+        with answering(other, (404, "no such page")) as url, pytest.raises(UnknownServer):
+            look(url)
+        assert set(keys) == {None}
+    with answering(VITRINE, (404, "no such page")) as url:
+        assert look(url)
+    assert "Bearer s3cret" in keys
 
 
 def test_where_nothing_listens_there_is_nothing() -> None:

@@ -7,7 +7,8 @@ import pytest
 from fake_openai import FakeServer
 
 from deployments.demo_model.dialogues import INSTRUCTION
-from evals.config import Config, Mode
+from evals.config import Config, EvalError, Mode
+from evals.gsm8k.checks import check
 from evals.gsm8k.options import parse_args
 from evals.server.client import PROFILE, ChatClient
 from evals.task import steering
@@ -241,3 +242,52 @@ def test_a_sweep_steers_each_layer_with_each_scale(tmp_path: Path) -> None:
     sample, (body,) = talk([{"content": "#### 5"}], *told, mode="no-tools")
     expected = {"op": "add", "point": "layers.12.output", "vector": "calm-12", "scale": 4.5}
     assert (sample.variant, body["interventions"]) == (names[-1], [expected])
+
+
+ADD = {"op": "add", "point": "layers.{layer}.output", "vector": "calm", "scale": 3.0}
+OUT = {"op": "project_out", "point": "layers.{layer}.output", "vector": "calm"}
+DAMP = {"op": "scale", "point": "layers.{layer}.output", "factor": 0.5}
+
+
+def steered(tmp_path: Path, interventions: list[dict[str, Any]], *options: str) -> list[str]:
+    file = tmp_path / "calm.json"
+    file.write_text(json.dumps(interventions))
+    return ["--interventions", str(file), *options]
+
+
+def test_interventions_are_asked_with_where_no_scale_is_swept(tmp_path: Path) -> None:
+    told = steered(tmp_path, [ADD], "--sweep", "layer=8,12")
+    sample, (body,) = talk([{"content": "#### 5"}], *told, mode="no-tools")
+    assert (sample.variant, body["interventions"]) == ("control_layer12", [ADD | {"point": "layers.12.output"}])
+    told = steered(tmp_path, [one := ADD | {"point": "layers.8.output"}])
+    sample, (body,) = talk([{"content": "#### 5"}], *told, mode="no-tools")
+    assert (sample.variant, body["interventions"]) == ("control_steered", [one])
+
+
+@pytest.mark.parametrize("interventions", [[DAMP], [ADD, OUT]])
+def test_a_scale_of_0_is_asked_where_it_is_not_the_same_as_no_steering(
+    tmp_path: Path, interventions: list[dict[str, Any]]
+) -> None:
+    told = steered(tmp_path, interventions, "--sweep", "scale=2,0", "layer=8")
+    sample, (body,) = talk([{"content": "#### 5"}], *told, mode="no-tools")
+    assert sample.variant == "control_layer8_scale0"
+    field = "factor" if interventions == [DAMP] else "scale"
+    point = {"point": "layers.8.output"}
+    assert body["interventions"] == [
+        interventions[0] | point | {field: 0.0},
+        *(one | point for one in interventions[1:]),
+    ]
+
+
+def test_scales_are_refused_where_no_intervention_has_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--model", "fake/model", *steered(tmp_path, [OUT], "--sweep", "scale=1,2", "layer=8")])
+    assert "no intervention of --interventions has a scale" in capsys.readouterr().err
+
+
+def test_conditions_of_one_name_are_refused(tmp_path: Path) -> None:
+    told = steered(tmp_path, [ADD | {"point": "layers.8.output"}], "--sweep")
+    for more in (["scale=1", "--variants", "control,control_scale1"], ["scale=1.0000001,1.0000002"]):
+        config = parse_args(["--model", "fake/model", *told, *more])
+        with pytest.raises(EvalError, match="two conditions would be named control_scale1"):
+            check(config, {"model": {}, "server": {}, "readouts": None}, [])
