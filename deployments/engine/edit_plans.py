@@ -203,7 +203,7 @@ class _Change:
         before, changed = before.float().flatten(1), changed.float().flatten(1)
         change = (changed - before).norm(dim=1) / before.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
         change = torch.where(opened, change, torch.nan)
-        for part, changes in zip(self._parts, change.split(self._counts), strict=True):
+        for part, changes in zip(self._parts, torch.split(change, self._counts), strict=True):
             if part.edit.report:
                 part.edit.report.add(part.positions, changes)
 
@@ -219,7 +219,7 @@ class _Change:
                 new = wide + norms * v
                 mean = norms.mean(dim=(1, 2))
                 mean = mean if opened is None else torch.where(opened, mean, torch.nan)
-                for (gathered, positions, row), part in zip(self._norms, mean.split(self._counts), strict=True):
+                for (gathered, positions, row), part in zip(self._norms, torch.split(mean, self._counts), strict=True):
                     if gathered is not None:
                         gathered.add(positions if self._moved is None else (self._moved[row],), part)
             case "scale":
