@@ -59,7 +59,7 @@ class Config(ServingConfig):
     few_shot: Natural = 0
     few_shot_file: Path | None = None
     parallel: Count = 16
-    workers: Count = 1  # Ray tasks that share them
+    workers: Count = 1  # Ray workers that share them equally
     max_tokens: Count = 512  # per turn
     max_turns: Count = 12
     interventions: tuple[dict[str, Any], ...] = ()
@@ -220,6 +220,8 @@ class Config(ServingConfig):
             raise ValueError(
                 "--sweep scale=...: no intervention of --interventions has a scale; add and scale have one"
             )
+        if self.parallel % self.workers:
+            raise ValueError(f"--parallel {self.parallel} is no multiple of --workers {self.workers}, which share it")
         if self.split != "test" and self.dataset != HUB_DATASET:
             raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file has one split only")
         if self.few_shot_file and not self.few_shot:

@@ -85,10 +85,6 @@ class StageFailed(Exception):
     """A stage did not do what it is to do; the text names it and says why."""
 
 
-class TooManyFailed(Exception):
-    """More samples failed than may; the text says how many."""
-
-
 @contextmanager
 def _stage(stage: Stage | Literal["smoke"], config: Config) -> Iterator[None]:
     try:
@@ -197,34 +193,22 @@ def generate(work: Work, results: Results) -> str | None:
     Returns:
         None, or why it ended early.
     """
+    failures, most = 0, work.config.max_failures
     try:
-        failures = 0
         for mode in work.config.modes:
-            failures = _generate_mode(mode, work, results, failures)
+            for sample in _generate_mode(mode, work, results):
+                failures += sample.outcome == "failed"
+                if most is not None and failures > most:
+                    return f"{failures} samples failed, and --max-failures is {most}"
     except KeyboardInterrupt:
         return "interrupted"
-    except TooManyFailed as error:
-        return str(error)
     except ray.exceptions.RayError as error:
         return f"Ray: {str(error).strip().splitlines()[-1]}"
     return None
 
 
-def _generate_mode(mode: Mode, work: Work, results: Results, failures: int) -> int:
-    """Writes and counts the samples of one mode as they finish, behind one progress bar.
-
-    Args:
-        mode: the mode.
-        work: what is asked.
-        results: where samples go.
-        failures: samples that failed before.
-
-    Returns:
-        Those that failed by now.
-
-    Raises:
-        TooManyFailed: more than may.
-    """
+def _generate_mode(mode: Mode, work: Work, results: Results) -> Iterator[Sample]:
+    """Writes and counts the samples of one mode as they finish, behind one progress bar."""
     with Progress(mode, work.problems.num_rows * len(asked(work.config)) * work.config.epochs) as progress:
         for sample in read_samples(results.directory, mode):
             if results.has(sample.key):
@@ -233,10 +217,7 @@ def _generate_mode(mode: Mode, work: Work, results: Results, failures: int) -> i
             sample = work.reward(sample)
             results.add(sample)
             progress.add(sample)
-            failures += sample.outcome == "failed"
-            if work.config.max_failures is not None and failures > work.config.max_failures:
-                raise TooManyFailed(f"{failures} samples failed, and --max-failures is {work.config.max_failures}")
-    return failures
+            yield sample
 
 
 def report(config: Config, incomplete: str | None) -> int:

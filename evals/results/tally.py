@@ -58,8 +58,8 @@ class ConditionTally:
         for rule in RULES:
             self._right[rule][sample.id] += sample.correct_by(rule)
         answer = sample.answer(self._rule)
-        voted = None if answer is None else SCORING[self._rule].value(answer)  # `18.0` and `18` are one vote
-        self._votes[sample.id][voted, sample.correct] += 1
+        vote = None if answer is None else SCORING[self._rule].value(answer)  # `18.0` and `18` are one vote
+        self._votes[sample.id][vote, sample.correct] += 1
         self._counts["answered"] += 1
         self._counts["thought"] += bool(sample.reasoning)
         self._agreement.update(pair_name(a, b) for a, b in PAIRS if sample.correct_by(a) == sample.correct_by(b))

@@ -73,8 +73,7 @@ def readable(source: AnySource, session: str | None = None) -> tuple[list[File],
     if not (on_disk or others or away or is_there):
         missing = f"there is no session {session!r} in" if root.is_dir() else "there is nothing at"
         raise FileNotFoundError(f"{missing} {source}")
-    both = on_disk | others
-    return [both[name] for name in sorted(both)], away
+    return [file for _, file in sorted((on_disk | others).items())], away
 
 
 def find_runs(source: Source, runs: Collection[str], session: str | None = None) -> list[Located]:
