@@ -38,9 +38,11 @@ def clustered(hits: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
     if n < 2:
         return found | {"stderr": None, "ci95": None}
     p = right / total
+    if all(h * total == right * k for h, k in zip(hits, of, strict=True)):
+        # Problems do not differ at all: no more answers than there are problems.
+        return found | {"stderr": 0.0, "ci95": _wilson(p, n)}
     stderr = math.sqrt(n / (n - 1) * sum((h - p * k) ** 2 for h, k in zip(hits, of, strict=True))) / total
-    # Where problems do not differ at all: no more answers than there are problems.
-    return found | {"stderr": stderr, "ci95": _wilson(p, min(total, p * (1 - p) / stderr**2) if stderr else n)}
+    return found | {"stderr": stderr, "ci95": _wilson(p, min(total, p * (1 - p) / stderr**2))}
 
 
 def paired_difference(a: Mapping[str, Sequence[bool]], b: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
@@ -78,10 +80,16 @@ def sign_flip(differences: Sequence[Fraction]) -> float:
     """
     unit = min(math.lcm(*(one.denominator for one in differences)), FINEST)
     steps = [round(one * unit) for one in differences]
-    chances = np.ones(1)  # of each sum of those steps that go up
+    common = math.gcd(*steps) or 1
+    steps = [step // common for step in steps]
+    top, chances = 0, np.zeros(sum(map(abs, steps)) + 1)  # of each sum of those steps that go up
+    chances[0] = 1
     for step in filter(None, map(abs, steps)):
-        chances = (np.pad(chances, (0, step)) + np.pad(chances, (step, 0))) / 2
-    return min(1.0, 2 * float(chances[(sum(map(abs, steps)) + abs(sum(steps))) // 2 :].sum()))
+        half = chances[: top + 1] / 2
+        chances[: top + 1] = half
+        chances[step : top + step + 1] += half
+        top += step
+    return min(1.0, 2 * float(chances[(top + abs(sum(steps))) // 2 :].sum()))
 
 
 def pass_at(k: int, hits: Sequence[int], of: Sequence[int]) -> float | None:

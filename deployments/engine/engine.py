@@ -14,6 +14,7 @@ import itertools
 import logging
 import queue
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -43,6 +44,7 @@ from deployments.engine.request import (
     LayerTokens,
     Logprob,
     PromptLogprobs,
+    ReadoutRows,
     Request,
     Rows,
     StopReason,
@@ -55,6 +57,8 @@ from deployments.errors import RequestError
 from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model
 from deployments.points.token_choices import resolve
+
+MOST_BROKEN = 3  # requests in a row, each alone, that end by an assertion of the engine; then the engine ends
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +108,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._idle = True
         self._stopping = False
+        self._broken = 0  # forward passes of one request each that ended by an assertion of the engine, in a row
 
     @property
     def cache(self) -> PagedCache:
@@ -282,7 +287,11 @@ class Engine:
         try:
             self._advance(self._runner.run(pieces), events)
             self._scheduler.went_well()
+            self._broken = 0
         except Exception as error:  # of a request, the model's code or the device: few requests end by it, below
+            self._broken += len(pieces) == 1 and _is_own_assertion(error)
+            if self._broken == MOST_BROKEN:
+                raise
             logger.exception("a forward of %d requests failed", len(pieces))
             failed = f"{type(error).__name__}: {error}"
             out_of_memory = kv_memory.describe(device, error) if kv_memory.is_out_of_memory(error) else None
@@ -416,13 +425,18 @@ class Engine:
         if seq.recording:
             self._ring.leave(seq.recording)
         self._scheduler.remove(seq)
-        captured = None
-        if seq.recording and reason in ("stop", "length"):
-            try:
+        captured, readouts = None, tuple[ReadoutRows, ...]()
+        try:
+            if seq.recording and reason in ("stop", "length"):
                 captured = with_columns(seq.recording.finish(seq.token_ids), seq.request, seq.readouts)
-                self._capture_budget.sent(seq, captured.bytes)
-            except Exception as failed:  # noqa: BLE001 - as above: the request still has its end
-                error = _capture_failure(seq, failed)
+        except Exception as failed:  # noqa: BLE001 - as above: the request still has its end
+            error = _capture_failure(seq, failed)
+        try:
+            if seq.readouts and reason != "error":
+                readouts = seq.readouts.take(ended=True)
+        except Exception as failed:
+            logger.exception("request %s failed on its readouts", seq.request.id)
+            captured, reason, error = None, "error", f"{type(failed).__name__}: {failed}"
         seq.memory.after = held_bytes(self.model.device)
         request = seq.request
         rest = Delta.of(seq.unsaid) if seq.unsaid else None
@@ -439,12 +453,13 @@ class Engine:
             rest,
             seen,
             cached=seq.cached,
+            readouts=readouts,
         )
-        self.statistics.cached_tokens += seq.cached
-        if seq.readouts and reason != "error":
-            end = replace(end, readouts=seq.readouts.take(ended=True))
         if seq.stop_reason:
             end = replace(end, stop_reason=seq.stop_reason)
+        if captured is not None:
+            self._capture_budget.sent(seq, captured.bytes)
+        self.statistics.cached_tokens += seq.cached
         events.append(end)
 
     def _note(self) -> None:
@@ -456,6 +471,14 @@ class Engine:
         numbers.kv_budget_bytes = self._memory.budget_bytes
         gathered = sum(seq.recording.bytes for seq in scheduler.recording if seq.recording)
         numbers.capture_bytes = gathered + self._capture_budget.bytes
+
+
+def _is_own_assertion(error: Exception) -> bool:
+    """Whether an error is an assertion of the engine itself; a model's code may have its own."""
+    if not isinstance(error, AssertionError):
+        return False
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return names[-1].startswith("deployments.")
 
 
 def _capture_failure(seq: Sequence, error: Exception) -> str:

@@ -161,9 +161,10 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _texts(prompts: Facts) -> Facts:
-    """What the model is shown; not which file the examples were read from."""
+    """What the model is shown; not which file the examples were read from, and not what an option says as well."""
     few_shot = prompts.get("few_shot")
-    return prompts | {"few_shot": few_shot and few_shot["examples"]}
+    texts = {name: text for name, text in prompts.items() if name != "tools"}  # which earlier versions did not record
+    return texts | {"few_shot": few_shot and few_shot["examples"]}
 
 
 def sampled_as_the_model(config: Config) -> Config:

@@ -120,7 +120,7 @@ class Results:
         """Writes into config.json the server's default profile after the answers, where it is another than before."""
         path = self.directory / "config.json"
         facts = read_json(path)
-        if default != facts.get("interventions"):
+        if default is not None and default != facts.get("interventions"):  # None: the server does not say it
             write_json(path, facts | {"interventions_after": default})
 
 

@@ -258,9 +258,9 @@ class ActivationStore(RunReceiver):
     def open_returned(self) -> None:
         """Open the directories of nodes that have come back; RayError or ValueError if Ray refuses."""
         self._nodes.mark_lost()
-        known = [node for node in self._nodes.all().values() if not node.lost]
-        away = {node.name: node.ray_id for node in known if not self._nodes.is_alive(node)}
-        if away:
+        known = self._nodes.all().values()
+        there = {node.name for node in known if self._nodes.is_alive(node)}
+        if away := {node.name: node.ray_id for node in known if node.name not in there}:
             store = ray.get_actor(_ACTOR + self._asked, namespace=NAMESPACE)
             open_returned(self._asked, store, self._archive_uri, away)
 

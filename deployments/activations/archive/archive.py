@@ -148,13 +148,13 @@ class Archive:
             self._wake.set()
         return bool(found)
 
-    def delete(self, session_id: str) -> bool:
-        """Forget a session for good, without a request to the bucket; whether there was one.
-
-        ArchiveError if the bucket is another server's now, or the catalogue never learned what is in it.
-        """
+    def check_deletes(self) -> None:
+        """Raise ArchiveError if the bucket is another server's now, or the catalogue never learned what is in it."""
         if self._stopped or not self._catalogue.change((), has_caught_up):
             raise ArchiveError(f"what {self.place} has cannot be deleted now: {self.trouble}")
+
+    def delete(self, session_id: str) -> bool:
+        """Forget a session for good, without a request to the bucket; whether there was one."""
         with self._listing:
             files = self._catalogue.select("SELECT uri, archived FROM files WHERE session = ?", session_id)
             whole = set(self._uploads.whole())
@@ -239,14 +239,19 @@ class Archive:
             lines = self._catalogue.change((), lambda database: segment_lines(database, uris))
         if lines:
             self._write(lines.values(), {uri.rsplit("/", 2)[-2] for uri in lines})
+            self._uploads.forget(lines)
             self.cache.grown = True
+        # A file that is known by another URI was listed before, though an error then came between.
+        gone = [uri for uri in uris if uri not in lines and not self._knows(name_of(uri))]
         self._check()
+        remove_all([self._object(name_of(uri)) for uri in gone])
         self._uploads.forget(uris)
-        remove_all([self._object(name_of(uri)) for uri in uris if uri not in lines])
 
     def _finish_deletions(self) -> None:
         """Write deletions to the manifest, and remove objects whose deletion is in it."""
         pending = self._catalogue.select("SELECT segment FROM deleted WHERE pending LIMIT ?", REMOVED)
+        begun = {name_of(uri) for uri in self._uploads.begun}  # whose objects may be yet to come
+        pending = [(segment,) for (segment,) in pending if segment not in begun]
         if waiting := self._deletions.waiting():  # looked for behind `pending`: these are in the manifest afterwards
             self._write(waiting.values())
             self._deletions.end(waiting)
@@ -259,6 +264,12 @@ class Archive:
             self._write(deletion(session_id, gone, done=True) for session_id, gone in segments.items())
         if waiting or pending:
             self._wake.set()  # there may be more
+
+    def _knows(self, segment: str) -> bool:
+        """Whether a segment, by its name, is in the catalogue, wherever it is."""
+        found = "SELECT uri FROM files WHERE session = ?"
+        session_id = unquote(segment.partition("/")[0])
+        return any(name_of(uri) == segment for (uri,) in self._catalogue.select(found, session_id))
 
     def _copy_records(self) -> None:
         """Copy pins and owners to the manifest where they changed."""

@@ -36,6 +36,7 @@ class Cache:
     def __init__(self, root: Path, manifest: Manifest, catalogue: Catalogue, elsewhere: Any, most: int) -> None:
         self._root, self._catalogue, self._elsewhere, self._most = root, catalogue, elsewhere, most
         self._place, self._bucket = manifest.place, manifest.bases.bucket
+        self._restoring: dict[str, threading.Lock] = {}  # by URI
         self.grown = True  # since the last `evict`, more segments of the disks are in the bucket
 
     def evict(self) -> None:
@@ -62,7 +63,7 @@ class Cache:
         if not gone or sum(size for uri in gone for (size,) in self._catalogue.select(asked, uri)) > self._most:
             return False
         with ThreadPoolExecutor(_FETCHES) as pool:
-            list(pool.map(self._restore, gone))
+            list(pool.map(self._restore_once, gone))
         self.grown = True
         return True
 
@@ -78,6 +79,11 @@ class Cache:
             self._elsewhere.remove(uri)
         else:
             path_of(uri).unlink(missing_ok=True)
+
+    def _restore_once(self, uri: str) -> None:
+        with self._restoring.setdefault(uri, threading.Lock()):
+            if self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", uri):  # else another call has fetched it
+                self._restore(uri)
 
     def _restore(self, uri: str) -> None:
         name = unquote(name_of(uri))

@@ -67,6 +67,11 @@ class Uploads:
             self._pauses.begin(name_of(uri))
         return failed
 
+    @property
+    def begun(self) -> list[str]:
+        """The segments that are not forgotten."""
+        return list(self._begun)
+
     def whole(self) -> list[str]:
         """The segments whose objects are complete."""
         return [uri for uri, one in list(self._begun.items()) if one.done() and not one.exception()]

@@ -13,13 +13,13 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
 from deployments.activations.facts import StoreError
 
 BEAT_S = 2.0
 WATCH_S = 10.0  # after which a file that has not changed is a leftover
-_FRESH_S = 60.0  # since its last change, after which it is one without a look
 _PREFIX = ".machine-"  # no session id begins with '.'
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a machine, whose kernel keeps the locks
 
@@ -29,23 +29,27 @@ logger = logging.getLogger(__name__)
 class Heartbeat:
     """Shows that this machine writes to a directory, until it is closed or garbage.
 
-    Waits up to `WATCH_S` where another machine wrote there within the last minute. StoreError if one writes there now.
+    Waits `WATCH_S` where another machine has left a file. StoreError if another machine writes there.
     """
 
     def __init__(self, root: Path, machine: str | None = None) -> None:
         self._file = root / f"{_PREFIX}{machine or _this_machine()}"
         self._counter = itertools.count()
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         try:
+            others = self._watch()
             self.beat()
-            threading.Thread(target=_beat, args=(weakref.ref(self), self._ended), name="heartbeat", daemon=True).start()
+            self._thread = threading.Thread(
+                target=_beat, args=(weakref.ref(self), self._ended), name="heartbeat", daemon=True
+            )
+            self._thread.start()
             weakref.finalize(self, self._ended.set)
-            self._check_alone()
+            self._compare(others)  # of two machines that start at the same moment, one at least sees the other
+            for file in others:
+                file.unlink(missing_ok=True)
         except OSError:  # as on a full disk: the runs that are there can be read, and new ones are refused
             logger.exception("%s cannot be written: if another machine writes to it, nobody notices", root)
-        except BaseException:
-            self.close()
-            raise
 
     def beat(self) -> None:
         """Change the file."""
@@ -56,20 +60,35 @@ class Heartbeat:
             os.close(file)  # over NFS, others see the change from here on
 
     def close(self) -> None:
-        """End."""
+        """End; the file does not change any more when this returns."""
         self._ended.set()
+        if self._thread:
+            self._thread.join()
 
-    def _check_alone(self) -> None:
-        now = _seen(self._file)[1]
-        others = {file: _seen(file) for file in self._file.parent.glob(f"{_PREFIX}*") if file != self._file}
+    def _watch(self) -> dict[Path, str]:
+        """What the files of other machines say, which have not changed for `WATCH_S`."""
+        others = self._others()
         until = time.monotonic() + WATCH_S
-        while time.monotonic() < until and any(now - changed < _FRESH_S for _, changed in others.values()):
-            for file, (before, _) in others.items():
-                if (after := _seen(file)[0]) not in ("", before):
-                    raise local_locks(self._file.parent, after.partition(" ")[2].strip())
+        while others and time.monotonic() < until:
             time.sleep(BEAT_S / 10)
-        for file in others:
-            file.unlink(missing_ok=True)
+            self._compare(others)
+        return others
+
+    def _compare(self, others: Mapping[Path, str]) -> None:
+        for file, said in self._others().items():
+            if said != others.get(file):
+                self.close()
+                if self._thread:  # this machine began at the same moment
+                    self._file.unlink(missing_ok=True)
+                raise local_locks(self._file.parent, said.partition(" ")[2].strip() or "another machine")
+
+    def _others(self) -> dict[Path, str]:
+        found = dict[Path, str]()
+        for file in self._file.parent.glob(f"{_PREFIX}*"):
+            if file != self._file:
+                with contextlib.suppress(FileNotFoundError):
+                    found[file] = file.read_text()  # opened each time: NFS then looks again
+        return found
 
 
 def local_locks(root: Path, host: str) -> StoreError:
@@ -79,13 +98,6 @@ def local_locks(root: Path, host: str) -> StoreError:
         "other's files. Mount it with locks that hold on all nodes (NFS 4 without local_lock, Lustre with flock), or "
         "give the nodes directories that they do not share."
     )
-
-
-def _seen(file: Path) -> tuple[str, float]:
-    """What a file says, and when it changed, in seconds of the file system's clock; nothing if it is gone."""
-    with contextlib.suppress(FileNotFoundError), file.open() as opened:  # opened each time: NFS then looks again
-        return opened.read(), os.fstat(opened.fileno()).st_mtime
-    return "", 0.0
 
 
 def _beat(of: weakref.ref[Heartbeat], ended: threading.Event) -> None:

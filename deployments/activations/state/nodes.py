@@ -46,6 +46,7 @@ class Nodes(State):
     def __init__(self, root: Path, read_only: bool = False) -> None:
         super().__init__(root, read_only)
         self._alive: tuple[float, frozenset[str]] = (0.0, frozenset())
+        self._away: dict[str, float] = {}  # since when, as this process saw it: after its start a node may yet come
 
     def all(self) -> dict[str, Node]:
         """The nodes by their keys."""
@@ -60,17 +61,11 @@ class Nodes(State):
     def mark_lost(self, now: float | None = None) -> None:
         """Say which nodes have lost their disk by a time in Unix seconds: see `Node`."""
         now, nodes = time.time() if now is None else now, self.all().values()
-        there, away = (
-            {one.name for one in nodes if self.is_alive(one)},
-            [one for one in nodes if not self.is_alive(one)],
-        )
-        since = dict(self.rows("SELECT node, since FROM away"))
-        if begun := [(one.key, now) for one in away if one.key not in since]:
-            self.write("INSERT INTO away VALUES (?, ?)", begun)
-        if ended := [(key,) for key in since.keys() - {one.key for one in away}]:
-            self.write("DELETE FROM away WHERE node = ?", ended)
-        late = {one.key for one in away if since.get(one.key, now) <= now - _LOST_S}
-        if lost := [(one.key,) for one in away if not one.lost and (one.name in there or one.key in late)]:
+        there = {one.name for one in nodes if self.is_alive(one)}
+        self._away = {one.key: self._away.get(one.key, now) for one in nodes if not self.is_alive(one)}
+        late = {key for key, since in self._away.items() if since <= now - _LOST_S}
+        away = [one for one in nodes if one.key in self._away and not one.lost]
+        if lost := [(one.key,) for one in away if one.name in there or one.key in late]:
             self.write("UPDATE nodes SET lost = 1 WHERE key = ?", lost)
 
     def begin_deletion(

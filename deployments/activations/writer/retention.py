@@ -240,6 +240,8 @@ class SessionManager:
         none. OSError if the disk refuses; the session is then as it was, or, with a bucket, perhaps gone at the next
         start. An `automatic` deletion leaves it on nodes that have a later run of it.
         """
+        if self._archive:
+            self._archive.check_deletes()
         self._pool.close(session_id)
         if self._nodes and self._catalogue.knows(session_id):
             record = self._owners.of(session_id) if self._owners else None

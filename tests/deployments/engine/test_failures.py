@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import FunctionType
 
 import pytest
 
@@ -81,6 +82,20 @@ def test_a_broken_invariant_of_the_engines_own_state_ends_it(tiny, prompt):
     engine._scheduler.waiting[0].kv.pages.append(0)  # a page that nobody gave it
     with pytest.raises(AssertionError):
         engine.step()
+
+
+def test_an_engine_in_which_no_forward_pass_works_ends(tiny, prompt, drain):
+    def run(pieces):
+        raise AssertionError("a page is not there")
+
+    engine = Engine(tiny("qwen3"))
+    engine._runner.run = FunctionType(run.__code__, {"__name__": "deployments.engine.runner"})  # as one of its own
+    for number in range(2):
+        engine.submit(Request(str(number), prompt(4), 4))
+    assert {event.reason for event in drain(engine)} == {"error"}
+    engine.submit(Request("last", prompt(4), 4))
+    with pytest.raises(AssertionError, match="a page is not there"):
+        drain(engine)
 
 
 def test_seeds_of_either_sign_are_different_seeds():

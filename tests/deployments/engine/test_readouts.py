@@ -419,7 +419,7 @@ def test_a_fault_in_one_requests_values_or_gate_ends_that_request_alone(model, d
     events = engine.step()
     running = {seq.request.id: seq for seq in engine._scheduler.running}
     running["columns"].readouts._parts[0].clear()
-    running["gate"].request.edits[0].gate.leaves[0].known -= 1
+    running["gate"].request.edits[0].gate.checks[0].known -= 1
     done = endings([*events, *drain(engine)])
     assert (done["columns"].captured, done["gate"].reason) == (None, "error")
     assert "IndexError" in done["columns"].error
