@@ -46,6 +46,7 @@ export function view(app) {
       const asked = recorded ?? from.asked(app.model());
       if (!recorded) {
         const { layers: count } = await app.structure();
+        signal.throwIfAborted();
         if (layer.element.options.length !== count) layer.set(count);
       }
       status.textContent = "Reading the heads…";

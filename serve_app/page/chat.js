@@ -99,7 +99,7 @@ export function view(app) {
     pins.write();
     const asked = addTurn({ role: "user", content: text });
     box.value = "";
-    if (!(await answer()) && turns.at(-1) === asked) {
+    if (!(await answer(submit)) && turns.at(-1) === asked) {
       // What was typed is not lost: it stands in the box again.
       drop(turns.length - 1);
       const last = turns.at(-1)?.strip;
@@ -131,7 +131,7 @@ export function view(app) {
   }
 
   /** Asks for that answer; gives whether any of it came. */
-  async function answer() {
+  async function answer(retry) {
     let turn = null;
     await asking.run(
       async (signal) => {
@@ -154,7 +154,7 @@ export function view(app) {
           thinks.remove();
         }
       },
-      () => (turns.at(-1) === turn || turns.at(-1)?.role === "user" ? again() : submit()), // else the question is in the box again
+      () => (turns.at(-1) === turn || turns.at(-1)?.role === "user" ? again() : retry()),
     );
     if (!turn) return false;
     if (!turns.includes(turn)) return true; // another chat has taken its place
@@ -223,7 +223,7 @@ export function view(app) {
   async function again() {
     if (asking.isRunning()) return;
     const isAsked = turns.some(({ role }) => role === "user");
-    await keepingFocus(isAsked ? answer : submit, () => turns.at(-1)?.strip ?? box);
+    await keepingFocus(isAsked ? () => answer(again) : submit, () => turns.at(-1)?.strip ?? box);
     app.changed();
   }
 

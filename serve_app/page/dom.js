@@ -93,8 +93,9 @@ export function goTo(element) {
 /** Calls `act`; where the control that had the focus is gone then, the focus goes to `next()`. */
 export async function keepingFocus(act, next) {
   const had = document.activeElement;
-  await act();
+  const result = await act();
   if (!had.isConnected && document.activeElement === document.body) goTo(next());
+  return result;
 }
 
 /** Calls `paint` once in the next frame, however often it is asked. */

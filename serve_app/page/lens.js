@@ -78,9 +78,9 @@ export function view(app) {
   by.addEventListener("change", recolour);
   onTheme(recolour);
 
-  function begin() {
+  async function begin() {
     columns.end();
-    return reading.run(async (signal) => {
+    const done = await reading.run(async (signal) => {
       const asked = from.asked(app.model());
       const typed = JSON.stringify(from.read());
       status.textContent = "Reading the text…";
@@ -92,6 +92,8 @@ export function view(app) {
       if (chosen?.position < text.ids.length) grid.choose(chosen.position, chosen.layer, true);
       if ([patched?.from, patched?.to].every((cell) => cell?.position < text.ids.length)) patch(patched.from, patched.to);
     }, begin);
+    if (done === false && text) grid.refresh(); // the columns of what is shown still
+    return done;
   }
 
   /** Ends what is under way with the text that is shown, and forgets it. */

@@ -60,7 +60,10 @@ export function view(app) {
   });
 
   /** Runs a step that reads from the server and shows what it has read. */
-  const reads = (step) => keepingFocus(() => reading.run(step, () => reads(step)), () => held.querySelector("h2, .scroll, .empty"));
+  function reads(step) {
+    scoring.end();
+    return keepingFocus(() => reading.run(step, () => reads(step)), () => held.querySelector("h2, .scroll, .empty"));
+  }
 
   const list = () => (session ? openSession(session) : listSessions());
 
@@ -128,9 +131,9 @@ export function view(app) {
     run = id;
     other = second;
     app.changed();
-    scoring.end();
     await reads(async (signal) => {
-      opened.replaceChildren(h("p", { class: "row" }, h("span", { class: "wait", role: "status" }, "Reading the run…"), reading.stop));
+      const waits = h("p", { class: "row" }, h("span", { class: "wait", role: "status" }, "Reading the run…"), reading.stop);
+      opened.replaceChildren(waits);
       try {
         const found = await Promise.all([id, second].filter(Boolean).map((one) => readRun(one, signal)));
         repaint = () => {};
@@ -139,7 +142,7 @@ export function view(app) {
         opened.scrollIntoView({ block: "start" });
         if (element.contains(document.activeElement)) goTo(opened.querySelector("h2"));
       } catch (error) {
-        if (run === id) opened.replaceChildren();
+        if (waits.isConnected) opened.replaceChildren(); // else another run is read by now
         throw error;
       }
     });
@@ -245,8 +248,7 @@ export function view(app) {
       if (loaded) return null;
       loaded = true;
       const wanted = [run, other];
-      await list();
-      return wanted[0] ? openRun(...wanted) : null;
+      return (await list()) && wanted[0] ? openRun(...wanted) : null;
     },
     read: () => ({ session, run, other, colour, ...pins.read(), filters: Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
     write: (state) => {
