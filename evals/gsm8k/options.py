@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--few-shot", "worked examples before each question", int)
     option("--few-shot-file", "where they come from; without it the train split, else those that ship")
     option("--parallel", "requests kept in flight", int)
-    option("--workers", "Ray workers that share them equally, spread over the cluster's nodes if there are several", int)
+    option("--workers", "Ray workers that share them equally, spread over the nodes if there are several", int)
     option("--max-tokens", "most new tokens of one answer", int)
     option("--max-turns", "most answers per problem with tools", int)
     option("--temperature", "0 is greedy; without it the model's own, 0 where it has none", float)
