@@ -62,9 +62,9 @@ def test_what_cannot_be_meant_is_refused_by_name(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("archive=s3://id:s3cret@bucket/p", "S3's keys by AWS_ACCESS_KEY_ID"),
-        ("archive=s3://b/p?secret_key=s3cret", "S3's keys by AWS_ACCESS_KEY_ID"),
-        ("archive=abfs://c@a.dfs.core.windows.net/p?account_key=s3cret", "those of other storage by the environment"),
+        ("archive=s3://id:s3cret@bucket/p", "S3's keys as AWS_ACCESS_KEY_ID"),
+        ("archive=s3://b/p?secret_key=s3cret", "S3's keys as AWS_ACCESS_KEY_ID"),
+        ("archive=abfs://c@a.dfs.core.windows.net/p?account_key=s3cret", "those of other storage in the environment"),
         ("public_url=https://u:s3cret@host/v", "public_url: must be scheme://host"),
         ("public_url=https://host/v?token=s3cret", "public_url: must be scheme://host"),
     ],

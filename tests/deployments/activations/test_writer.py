@@ -19,6 +19,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
 from deployments.activations.limits import Retention
 from deployments.activations.segments.segments import is_sealed
+from deployments.activations.writer import retention
 
 POINT = "layers.0.output"
 REPOSITORY = Path(deployments.activations.__file__).parents[2]
@@ -269,12 +270,9 @@ def test_names_of_new_files_are_durable_before_their_runs_are_answered_and_not_m
 
 
 def test_runs_are_stored_while_the_files_of_a_deleted_session_are_being_removed(make, open_writer, monkeypatch):
-    writer, gate, real = open_writer(), threading.Event(), shutil.rmtree
+    writer, gate, real = open_writer(), threading.Event(), retention._remove
     write(writer, make("old", session_id="old"))
-    monkeypatch.setattr(
-        "deployments.activations.writer.retention.shutil.rmtree",
-        lambda *args, **named: (gate.wait(), real(*args, **named)),
-    )
+    monkeypatch.setattr(retention, "_remove", lambda trash: gate.wait() and real(trash))
     deleted = writer.delete("old")
     write(writer, make("r"), make("again", session_id="old"))
     assert not deleted.done()
