@@ -57,10 +57,12 @@ lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
 	$(BIN)/python locks/lock.py
 
-bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page bench-attacks  ## all benchmarks, one after another
+bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page bench-attacks  ## all benchmarks but bench-gpu, one after another
 
-bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight
+bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight, requests beside each other, readouts
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.company
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.readouts
 
 bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transformers, and speed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.gpu
@@ -79,6 +81,7 @@ bench-reading: $(VENV)/.ready-dev  ## training batches compared with a plain mem
 
 bench-writing: $(VENV)/.ready-dev  ## the activation store's writer compared with the raw disk
 	$(BIN)/python -m benchmarks.activations.writing
+	$(BIN)/python -m benchmarks.activations.cliffs
 
 bench-evaluating: $(VENV)/.ready-dev  ## the evaluator beside the load generator
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.evaluating
