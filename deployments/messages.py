@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from deployments.engine.request import StopReason
 
 ENGINE_ENDED = "the replica's engine has ended and is replaced: try again"  # a refusal's message
+NOT_TAKEN = "the replica's engine has ended, and has not begun this request: try again"  # likewise
 
 
 class TokenText(NamedTuple):

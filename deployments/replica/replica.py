@@ -27,7 +27,7 @@ from deployments.client_code.job import CodeJob
 from deployments.errors import RequestError
 from deployments.exposure import check_ray
 from deployments.job import Job, Text
-from deployments.messages import ENGINE_ENDED, End, Message, Refusal
+from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Message, Refusal
 from deployments.options import SETTINGS, Options
 from deployments.replica.delivery import Delivery
 from deployments.replica.engine_loading import description, load_engine
@@ -319,7 +319,7 @@ class ModelReplica:
         ticket = self._delivery.open(job, choices)
         if not self._thread.is_alive():  # after submitting: `fail_all` answers the jobs that came before its end
             self._delivery.drop(ticket)
-            raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
+            raise RequestError(NOT_TAKEN, None, "unavailable", 503)
         return ticket
 
 

@@ -18,7 +18,7 @@ from ray.serve.schema import ApplicationStatusOverview
 
 from deployments.client_code.job import CodeJob, ModelKey
 from deployments.job import Job, Text
-from deployments.messages import ENGINE_ENDED, Message, Refusal
+from deployments.messages import ENGINE_ENDED, NOT_TAKEN, Message, Refusal
 from serve_app.http.errors import ApiError
 
 FRESH_S = 1.0  # for how long it is taken as known whether a replica runs: asking Serve takes 10 ms of processor time
@@ -35,7 +35,7 @@ AGAIN_S = 1.0  # before another replica gets a request that a replica with an en
 
 DEPLOYMENT = "ModelReplica"
 
-# What a call raises whose replica ends; of Ray, and, since messages travel by gRPC, of that.
+# What a call raises whose replica ends; of Ray, and, since messages travel by gRPC, of that, where it is UNAVAILABLE.
 GONE = (ray.exceptions.RayActorError, grpc.aio.AioRpcError)
 
 logger = logging.getLogger("ray.serve")
@@ -245,19 +245,27 @@ def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:
 async def _asked(job: Job, ask: Callable[[], Awaitable[list[Message]]]) -> list[Message]:
     """What a replica says first, or, where it ends before it says anything, what another one says.
 
-    A request that stores what it records is not asked again: its runs may be stored already.
+    A request that stores what it records is not asked again once a replica may have begun it: its runs may be stored
+    already.
 
     Raises:
         RayActorError: The second replica has ended, too.
+        AioRpcError: Likewise, or the answer could not be sent.
     """
-    may_repeat = not job.may_store
-    try:
-        first = await ask()
-        if not (may_repeat and any(isinstance(said, Refusal) and said.message == ENGINE_ENDED for said in first)):
-            return first
-        await asyncio.sleep(AGAIN_S)  # until that replica's process has ended and gets no more requests
-    except GONE as error:
-        if not may_repeat:
-            raise
-        logger.warning("a replica ended before it answered request %s; another replica gets it: %s", job.id, error)
-    return await ask()
+    left = 0 if job.may_store else 1  # times that it is asked again where a replica may have begun it
+    while True:
+        try:
+            first = await ask()
+        except GONE as error:
+            lost = isinstance(error, ray.exceptions.RayActorError) or error.code() is grpc.StatusCode.UNAVAILABLE
+            if not left or not lost:
+                raise
+            logger.warning("a replica ended before it answered request %s; another replica gets it: %s", job.id, error)
+            left -= 1
+            continue
+        refusals = {said.message for said in first if isinstance(said, Refusal)}
+        if NOT_TAKEN not in refusals:
+            if ENGINE_ENDED not in refusals or not left:
+                return first
+            left -= 1
+        await asyncio.sleep(AGAIN_S)  # that replica gets requests until its process has ended
