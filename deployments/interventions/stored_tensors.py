@@ -18,6 +18,8 @@ from deployments.job import Job
 from deployments.places.points import Points
 from deployments.points.interventions import Replace, StoredRows
 
+FLOAT_BYTES = 4  # of each number of a vector that a request has in it
+
 
 class FetchedTensors(NamedTuple):
     """What interventions name and the activation store holds.
@@ -51,7 +53,7 @@ class StoredTensors:
             points: The model's.
             store: The activation store's handle.
             reader: Its reader's.
-            most: The most bytes that all jobs together hold of what the store gave.
+            most: The most bytes that all jobs together hold of what the store gave and of vectors of their own.
         """
         self._points = points
         self._store = store
@@ -89,12 +91,14 @@ class StoredTensors:
             elif isinstance(reference, str) and (reference, reader) not in readable:
                 tensors[reference] = await self._tensor(reference, f"{field}.vector", reader)
                 readable.add((reference, reader))
-                self._take(job.id, [tensors[reference]], f"{field}.vector")
+                self._take(job.id, tensors[reference].nbytes, f"{field}.vector")
+            elif isinstance(reference, Sequence) and not isinstance(reference, str):
+                self._take(job.id, FLOAT_BYTES * len(reference), f"{field}.vector")
         for alike in asked.values():  # of a grid of patches, all layers' rows of a token come at once
             async with self._bringing:
                 rows |= await self._rows(alike)
                 for one in alike:
-                    self._take(job.id, rows[one.field], f"{one.field}.from")
+                    self._take(job.id, sum(part.nbytes for part in rows[one.field]), f"{one.field}.from")
         return FetchedTensors(tensors, rows)
 
     async def _tensor(self, reference: str, field: str, reader: Account) -> torch.Tensor:
@@ -148,13 +152,14 @@ class StoredTensors:
         own = (pattern,) if len(points) == 1 else ()
         return [(*own, point.name, point.module) for point in points]
 
-    def _take(self, job: str, fetched: Sequence[torch.Tensor], field: str) -> None:
-        """Account for what a job was brought, where there is room for it."""
-        own = self._lent.get(job, 0) + sum(tensor.nbytes for tensor in fetched)
+    def _take(self, job: str, size: int, field: str) -> None:
+        """Account for bytes that a job was brought, or brings itself, where there is room for them."""
+        own = self._lent.get(job, 0) + size
         if own > self._most:
-            message = f"the request's tensors and stored rows take {own} bytes, and the server's limit is {self._most}"
+            held = "the request's vectors, tensors and stored rows"
+            message = f"{held} take {own} bytes, and the server's limit is {self._most}"
             raise RequestError(message, field, "rows_too_large")
         if own + sum(size for other, size in self._lent.items() if other != job) > self._most:
-            message = "other requests' tensors and stored rows take the memory that this one needs: try again later"
+            message = "other requests' vectors, tensors and stored rows take the memory that this one needs: try again later"
             raise RequestError(message, field, "server_busy", 429)
         self._lent[job] = own

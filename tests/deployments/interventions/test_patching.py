@@ -297,6 +297,14 @@ def test_rows_beyond_the_operators_limit_are_refused_with_it_and_leave_room_when
     patching.close()
 
 
+def test_a_vector_in_the_request_counts_as_a_named_one_does(tmp_path):
+    patching = Patching(str(tmp_path), "float32", max_intervention_bytes=4 * 192)
+    add = {"op": "add", "point": "layers.1.output", "vector": [1.0] * 192}
+    patching.run(CLEAN, add)
+    assert patching.refusal(add, add)[:2] == ("interventions[1].vector", "rows_too_large")
+    patching.close()
+
+
 def test_rows_for_which_others_leave_no_room_now_get_429(tmp_path):
     patching = Patching(str(tmp_path), "float32", max_intervention_bytes=4 * 192)
     one = replaced(patching.run(CLEAN), "layers.2.output", "prompt_last")
