@@ -184,7 +184,7 @@ class Scheduler:
                 pages -= self._memory.held(seq.token_ids, seq.unshared, seq.request.owner)
                 lookups += 1
             if count and pages > left:
-                if seq in self._back or seq.overtaken >= MOST_OVERTAKING or len(self._blocked) >= MOST_BLOCKED:
+                if seq.overtaken >= MOST_OVERTAKING or len(self._blocked) >= MOST_BLOCKED:
                     break  # what others give back is for this one
                 self._blocked.append(seq)
                 continue
@@ -211,7 +211,7 @@ class Scheduler:
             self._memory.release(seq.kv)
             return False
         seq.fed = shared
-        if not seq.tokens:
+        if seq not in self._back:  # what it ran itself before it lost its pages counts for nothing
             seq.cached = shared
         if seq.recording:
             seq.recording.rows = max(seq.recording.rows, shared)

@@ -11,7 +11,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Delta, Finished, Request
 from deployments.engine.scheduler import MOST_OVERTAKING
-from deployments.model.kv_cache import PAGE
+from deployments.model.kv_cache import PAGE, SequenceKv
 from deployments.model.model import Model
 
 
@@ -170,3 +170,24 @@ def test_pages_that_others_hold_are_not_asked_for_again(build, byte_tokenizer, p
         engine.step()
         most = max(most, engine.statistics.running)
     assert most == 4  # 8 pages of the beginning and two of each
+
+
+def test_what_a_request_ran_itself_before_it_lost_its_pages_is_not_said_to_be_cached(tiny, prompt):
+    engine = Engine(tiny("qwen3"), prefill_tokens=40)
+    engine.submit(Request("a", prompt(60), 2, ignore_eos=True))
+    engine.step()
+    engine._scheduler.preempt(engine._scheduler.running[0])
+    events = [event for _ in range(4) for event in engine.step()]
+    assert [event.cached for event in events if isinstance(event, Finished)] == [0]
+
+
+def test_a_request_that_lost_its_pages_stops_none_that_fits(build, byte_tokenizer, prompt):
+    engine = with_pages(build, byte_tokenizer, 20)
+    for id, seed in (("holds", 0), ("lost", 1)):
+        engine.submit(Request(id, prompt(8 * PAGE, seed), PAGE, ignore_eos=True))
+    engine.step()
+    engine._scheduler.preempt(engine._scheduler.running[1])
+    assert engine._memory.grow(SequenceKv(), 8 * PAGE)  # pages that another would have taken
+    engine.submit(Request("other", prompt(PAGE), 8, ignore_eos=True))
+    engine.step()
+    assert [seq.request.id for seq in engine._scheduler.running] == ["holds", "other"]
