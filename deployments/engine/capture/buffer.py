@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -160,11 +160,11 @@ class CaptureBuffer:
         fitting = bisect_right(range(1, most + 1), room, key=size)
         return max(1, fitting, bisect_right(range(1, least + 1), PIECE_BYTES, key=size))
 
-    def flush(self, token_ids: Sequence[int]) -> Captured | None:
+    def flush(self, token_ids: Callable[[], Sequence[int]]) -> Captured | None:
         """Hand out the rows gathered so far; None where they are too few, or only the last ones are wanted.
 
         Args:
-            token_ids: The token ids of prompt and generation.
+            token_ids: Gives the token ids of prompt and generation.
 
         Raises:
             CaptureError: A value has no finite float16, and that was asked for.
@@ -178,7 +178,7 @@ class CaptureBuffer:
         ):
             return None
         stop = max(self._next, self._tokens.first) + self._filled
-        return self._hand_out(self._tokens.within(self._next, stop), stop, token_ids)
+        return self._hand_out(self._tokens.within(self._next, stop), stop, token_ids())
 
     def finish(self, token_ids: Sequence[int]) -> Captured:
         """The rows of a request that has come to its end, but for those that were handed out before.

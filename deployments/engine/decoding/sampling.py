@@ -79,7 +79,7 @@ def choose(logits: torch.Tensor, sampling_states: Sequence[SamplingState | None]
         sampling_states: One per row; None where no token is wanted of it.
     """
     top, tokens = logits.max(dim=-1)  # [rows]; NaN wins a maximum
-    failed = {i: NOT_FINITE for i, finite in enumerate(top.isfinite().tolist()) if not finite}
+    finite, drawn = top.isfinite(), None
     special = [
         (i, sampling_state)
         for i, sampling_state in enumerate(sampling_states)
@@ -89,18 +89,19 @@ def choose(logits: torch.Tensor, sampling_states: Sequence[SamplingState | None]
         rows = [i for i, _ in special]
         best, ids = _by_settings(logits[rows].float(), [sampling_state for _, sampling_state in special])
         tokens[rows] = ids
-        reasons = {
-            i: sampling_state.grammar_state.error for i, sampling_state in special if sampling_state.grammar_state
-        }
-        for i, finite in zip(rows, best.isfinite().tolist(), strict=True):
-            if not finite:
-                failed.setdefault(i, reasons.get(i) or NO_TOKEN_LEFT)
+        drawn = torch.ones_like(finite)
+        drawn[rows] = best.isfinite()
     asking = [
         (i, sampling_state.logprobs)
         for i, sampling_state in enumerate(sampling_states)
         if sampling_state and sampling_state.logprobs is not None
     ]
-    return ChosenTokens(tokens.tolist(), failed, _logprobs(logits, tokens, asking) if asking else {})
+    chosen, sound, *left = torch.stack((tokens, finite) if drawn is None else (tokens, finite, drawn)).tolist()
+    failed = {i: NOT_FINITE for i, one in enumerate(sound) if not one}
+    if left and not all(left[0]):
+        reasons = {i: state.grammar_state.error for i, state in special if state.grammar_state}
+        failed = {i: reasons.get(i) or NO_TOKEN_LEFT for i, one in enumerate(left[0]) if not one} | failed
+    return ChosenTokens(chosen, failed, _logprobs(logits, tokens, asking) if asking else {})
 
 
 def _by_settings(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> tuple[torch.Tensor, torch.Tensor]:
