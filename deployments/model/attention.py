@@ -121,7 +121,8 @@ def _attend(
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     weighting = _Weighting(scaling, sliding_window or 0, softcap or 0.0, s_aux)
     run = kernel(query.dtype) if query.device.type == "cpu" else None
-    if run and query.stride(3) == key.stride(3) == value.stride(3) == 1:
+    if run:
+        query, key, value = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (query, key, value))
         out = _by_kernel(run, cache.packed, layer, query, key, value, weighting)
     else:
         out = _by_torch(cache.packed, layer, query, key, value, weighting)
@@ -196,34 +197,57 @@ def _by_torch(
 ) -> torch.Tensor:
     """[rows, heads, features]: a prompt's rows by themselves, single rows together with those of about their length."""
     width, device = value.shape[3], query.device
-    pages, offsets = packed.page_of.to(device), packed.offset.to(device)
+    pages, offsets, groups = _uploaded(packed, device)
     layer.keys[pages, :, :, offsets] = key[0].transpose(0, 1)
     layer.values[pages, :, offsets, :width] = value[0].transpose(0, 1)
     out = query.new_empty(packed.rows, query.shape[1], width)
-    singles: list[tuple[int, TokenSpan]] = []
     for first, span in zip(packed.firsts, packed.spans, strict=True):
         if span.count == 1:
-            singles.append((first, span))
             continue
         keys, values = _gathered(layer, span, width)
         reads = _reads(span, weighting.window, device)
         rows = slice(first, first + span.count)
         found = _products(query[:, :, rows], keys[None], values[None], reads, weighting)
         out[rows] = found[0].transpose(0, 1)
-    for group in _alike(singles):
-        at = torch.tensor([first for first, _ in group], device=device)
-        tables = [span.kv.pages[: span.start // PAGE + 1] for _, span in group]
-        longest = max(map(len, tables))
-        padded = torch.tensor([table + [0] * (longest - len(table)) for table in tables], device=device)
+    for at, padded, own in groups:
         keys = layer.keys[padded].permute(0, 2, 3, 1, 4).flatten(3)  # [group, kv_heads, head_dim, keys]
         values = layer.values[padded].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :width]
-        own = torch.tensor([span.start for _, span in group], device=device)[:, None]
-        reads = _read_by(own, longest * PAGE, weighting.window)  # [group, keys]
+        reads = _read_by(own, padded.shape[1] * PAGE, weighting.window)  # [group, keys]
         unread = ~reads[:, None]  # what lies there may not be finite, and 0 x NaN is NaN
         keys, values = keys.masked_fill(unread[:, :, None], 0), values.masked_fill(unread[..., None], 0)
         rows_of = query[0].transpose(0, 1)[at, :, None]  # [group, heads, 1, head_dim]
         out[at] = _products(rows_of, keys.transpose(2, 3), values, reads[:, None, None], weighting).squeeze(2)
     return out
+
+
+class _Uploaded(NamedTuple):
+    """Where a forward's rows lie, on a device: the same for every layer.
+
+    Attributes:
+        pages: [rows] the page that each row is written to.
+        offsets: [rows] its place within that page.
+        groups: Single rows of about the same length: [group] rows, [group, pages] their tables, [group, 1] positions.
+    """
+
+    pages: torch.Tensor
+    offsets: torch.Tensor
+    groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def _uploaded(packed: Packed, device: torch.device) -> _Uploaded:
+    if device not in packed.uploaded:
+        singles = [one for one in zip(packed.firsts, packed.spans, strict=True) if one[1].count == 1]
+        groups = []
+        for group in _alike(singles):
+            tables = [span.kv.pages[: span.start // PAGE + 1] for _, span in group]
+            longest = max(map(len, tables))
+            padded = [table + [0] * (longest - len(table)) for table in tables]
+            rows = torch.tensor([first for first, _ in group], device=device)
+            own = torch.tensor([[span.start] for _, span in group], device=device)
+            groups.append((rows, torch.tensor(padded, device=device), own))
+        packed.uploaded[device] = _Uploaded(packed.page_of.to(device), packed.offset.to(device), groups)
+    found: _Uploaded = packed.uploaded[device]
+    return found
 
 
 def _alike(singles: Sequence[tuple[int, TokenSpan]]) -> Iterator[list[tuple[int, TokenSpan]]]:

@@ -58,10 +58,12 @@ class Packed:
         spans: In order.
         rows: How many tokens in all.
         positions: [rows] position of each in its sequence.
+        uploaded: By device, what attention by torch's operations needs there for every layer.
     """
 
     def __init__(self, spans: Sequence[TokenSpan]) -> None:
         self.spans = spans
+        self.uploaded: dict[torch.device, Any] = {}
         counts = [span.count for span in spans]
         self.rows = sum(counts)
         self.firsts = [0, *np.cumsum(counts)[:-1].tolist()]  # each span's first row
@@ -141,7 +143,7 @@ class PagedCache(Cache):
         self._layers: dict[int, _Layer] = {}
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.packed = Packed([])
-        for index, layer in (like._layers if like else {}).items():
+        for index, layer in (like._layers if like is not None else {}).items():
             self._layers[index] = _Layer(*(part.new_empty(pages, *part.shape[1:]) for part in layer))
 
     def update(
@@ -176,6 +178,14 @@ class PagedCache(Cache):
                 values.new_empty(self._pages, values.shape[1], PAGE, padded),
             )
         return self._layers[index]
+
+    def of(self, kv: SequenceKv, tokens: int) -> list[torch.Tensor]:
+        """[tokens, kv_heads, features] keys and values of a sequence's first tokens, of one layer after the other."""
+        found = []
+        for layer in self._layers.values():
+            for part, slots in ((layer.keys, 3), (layer.values, 2)):
+                found.append(part[kv.pages].movedim(slots, 1).flatten(0, 1)[:tokens])
+        return found
 
     def touch(self) -> None:
         """Have all pages' memory taken now."""

@@ -151,3 +151,7 @@ def test_of_prompts_that_find_no_memory_together_none_is_refused(tiny, prompt, m
     monkeypatch.setattr(Model, "forward", room_for_three)
     done = Engine(model).generate(requests)
     assert [(one.error, list(one.tokens)) for one in done] == [(None, tokens) for tokens in want]
+
+
+def test_the_pages_of_keys_and_values_are_there_before_the_first_forward(tiny):
+    assert Engine(tiny("qwen3")).cache.page_bytes
