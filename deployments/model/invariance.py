@@ -8,44 +8,94 @@ itself. Elementwise functions treat the end of a loop differently, so each row i
 from __future__ import annotations
 
 import functools
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from deployments.model.kv_cache import PAGE, PagedCache, Segment, SequenceKv
 from deployments.model.native import kernel
-from deployments.model.packing import UnsupportedModelError
+from deployments.model.packing import TOLERANCE, Model, UnsupportedModelError, relative_error
 from deployments.tiles import in_tiles
 
-ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+ACTIVATIONS = "transformers.activations"  # whose classes are elementwise, all of them
+ELEMENTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid),
+    *(nn.Tanh, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Softplus, nn.Softsign, nn.Tanhshrink),
+)
 VECTOR = 64  # numbers that torch's elementwise loops take at once, at most; what is left over goes another way
 ALONE = 32768  # numbers up to which such a loop is one thread's
+PROBE_LENGTHS = (9, 1, 6)  # of prompts, beside a long one
+MOST_PROBED = 256  # tokens of that one
 
 
-def make_batch_invariant(hf: Any, packs: bool) -> None:
-    """Have a model give each row the same bits whatever other rows a forward has.
+@torch.inference_mode()
+def make_batch_invariant(model: Model) -> None:
+    """Have a model give each row the same bits whatever other rows a forward has, and try whether it does.
 
     Args:
-        hf: The Hugging Face module, changed in place.
-        packs: Whether its sequences share forwards.
+        model: The model; its Hugging Face module is changed in place.
 
     Raises:
-        UnsupportedModelError: Something in it sums in an order that depends on other rows.
+        UnsupportedModelError: Something in it computes in an order that depends on other rows.
     """
-    if not packs:
+    hf = model.hf
+    if not model.packs:
         raise UnsupportedModelError("batch_invariant needs a model whose sequences share forwards; this one's do not")
     if hf.device.type != "cpu" or kernel(hf.dtype) is None:
         raise UnsupportedModelError(
             "batch_invariant needs the attention kernel: a CPU, float32 or bfloat16, and a C compiler (cc)"
         )
+    rows = 2 * ALONE // hf.get_input_embeddings().embedding_dim + 3
+    lengths = (min(MOST_PROBED, model.context, rows), *PROBE_LENGTHS)
+    prompts = [[(7 * i + 3 * n) % model.vocabulary for i in range(n)] for n in lengths]
+    before = _run(model, prompts, lengths[0] // 2)
+    _change(hf)
+    together, alone = _run(model, prompts, lengths[0] // 2), [_run(model, [prompt])[0] for prompt in prompts]
+    differing = relative_error(torch.cat([one.logits for one in together]), torch.cat([one.logits for one in before]))
+    if differing > TOLERANCE[model.dtype]:
+        message = f"it changes the logits by {differing:.1%} of their norm"
+        raise UnsupportedModelError(f"batch_invariant does not hold for {type(hf).__name__}: {message}")
+    for one, other in zip(together, alone, strict=True):
+        if not all(map(torch.equal, (one.logits, *one.kv), (other.logits, *other.kv))):
+            message = "its rows' bits depend on the rows beside them, by an operation that is no module"
+            raise UnsupportedModelError(f"batch_invariant does not hold for {type(hf).__name__}: {message}")
+
+
+class _Probed(NamedTuple):
+    """What a prompt gave: [vocabulary] logits of its last token, and every layer's keys and values."""
+
+    logits: torch.Tensor
+    kv: list[torch.Tensor]
+
+
+def _run(model: Model, prompts: list[list[int]], cut: int = 0) -> list[_Probed]:
+    """Run prompts together, after a forward of so many tokens of the first."""
+    sizes = [-(-len(prompt) // PAGE) for prompt in prompts]
+    cache = PagedCache(sum(sizes))
+    firsts = accumulate(sizes, initial=0)
+    held = [SequenceKv([*range(first, first + size)]) for first, size in zip(firsts, sizes, strict=False)]
+    if cut:
+        model.forward(prompts[0][:cut], [Segment(held[0], 0, cut)], [0], cache)
+    starts = [cut, *(0 for _ in prompts[1:])]
+    parts = [*zip(held, starts, prompts, strict=True)][::-1]  # the first one's rows lie elsewhere than alone
+    segments = [Segment(kv, start, len(prompt) - start) for kv, start, prompt in parts]
+    ends = [end - 1 for end in accumulate(segment.count for segment in segments)]
+    logits = model.forward([id for _, start, prompt in parts for id in prompt[start:]], segments, ends, cache)
+    return [_Probed(row, cache.of(kv, len(ids))) for row, kv, ids in zip(logits.flip(0), held, prompts, strict=True)]
+
+
+def _change(hf: Any) -> None:
+    """Put what does not depend on other rows in the place of linear layers and activations."""
     for name, module in hf.named_modules():
         if isinstance(module, nn.Linear):
             module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
         elif isinstance(module, Conv1D):
             module.forward = functools.partial(_conv1d, module)  # type: ignore[method-assign]
-        elif type(module).__module__ in ACTIVATIONS:
+        elif type(module).__module__ == ACTIVATIONS or isinstance(module, ELEMENTWISE):
             module.forward = functools.partial(_by_vectors, module.forward)
         elif any(weight.ndim > 2 for weight in module.parameters(recurse=False)):
             message = (

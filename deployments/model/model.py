@@ -74,7 +74,7 @@ class Model:
         self.batch_invariant = batch_invariant
         find_packing(self)
         if batch_invariant:
-            make_batch_invariant(hf, self.packs)
+            make_batch_invariant(self)
         self.unembedding = Unembedding(hf, self.points)
 
     @property

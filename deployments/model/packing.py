@@ -28,6 +28,7 @@ class Model(Protocol):
     hf: Any
     config: Any
     packs: bool
+    context: int
 
     @property
     def device(self) -> torch.device:

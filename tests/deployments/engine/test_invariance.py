@@ -8,13 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+from deployments.engine import sequence as sequence_module
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
-from deployments.engine.request import Sampling
+from deployments.engine.request import Request, Sampling
+from deployments.interventions.resolve import EditResolver
+from deployments.interventions.stored_tensors import FetchedTensors
 from deployments.model.kv_cache import PAGE
 from deployments.model.model import Model
 from deployments.model.packing import UnsupportedModelError
+from deployments.points.interventions import Intervention
 from deployments.points.patterns import Patterns
 
 EXAMPLES = settings().max_examples // 4  # of schedules, for each model
@@ -22,12 +27,21 @@ POINTS = ["layers.*.output", "layers.*.attention.heads", "layers.*.attention.wei
 SIZES = {"hidden_size": 96, "intermediate_size": 200, "max_position_embeddings": 512}
 
 
-@pytest.fixture(scope="module", params=["qwen3-float32", "qwen3-bfloat16", "gpt2-float32", "mistral-float32"])
+@pytest.fixture(scope="module", params=["qwen3-float32", "gpt2-float32", "mistral-bfloat16"])
 def invariant(request, build, byte_tokenizer):
     architecture, dtype = request.param.split("-")
     sizes = {} if architecture == "gpt2" else SIZES
     hf = build(architecture, getattr(torch, dtype), **sizes)
     return Model(hf, byte_tokenizer, architecture, batch_invariant=True)
+
+
+@pytest.fixture
+def two_threads():
+    """Enough for torch to divide large loops."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def requests(model, prompt, capturing, lengths):
@@ -71,10 +85,59 @@ def test_any_company_gives_the_same_bits(invariant, prompt, capturing, lengths, 
     assert not differing(invariant, requests(invariant, prompt, capturing, lengths), engine)
 
 
-def test_without_it_bits_differ(build, byte_tokenizer, prompt, capturing):
-    model = Model(build("qwen3", **SIZES), byte_tokenizer, "qwen3")
-    asked = requests(model, prompt, capturing, [3, 60, 17, 40, 9, 33, 21, 50])
-    assert differing(model, asked, Engine(model, prefill_tokens=64))
+@pytest.mark.parametrize(
+    ("batch_invariant", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)]
+)
+def test_long_contexts_give_the_same_bits_with_it_alone(
+    batch_invariant, dtype, build, byte_tokenizer, prompt, capturing, two_threads, monkeypatch
+):
+    monkeypatch.setattr(sequence_module, "RESERVED_TOKENS", 1)
+    sizes = {"hidden_size": 96, "intermediate_size": 200, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    model = Model(build("qwen3", dtype, **sizes), byte_tokenizer, "qwen3", batch_invariant=batch_invariant)
+    common = prompt(5 * PAGE)
+    prompts = [[*common, *prompt(length - len(common), i)] for i, length in enumerate((150, 1500, 150))]
+    add = {"op": "add", "point": "layers.0.output", "vector": [1.0] * sizes["hidden_size"], "tokens": "generated"}
+    field, spec = "interventions[0]", TypeAdapter(Intervention).validate_python(add)
+    resolver = EditResolver(model.points, model.device, {field: spec}, FetchedTensors({}, {}))
+    asked = []
+    for i, ids in enumerate(prompts):
+        made = capturing(model, str(i), ids, 24, points=["layers.*.output", "lm_head.output"], tokens="generated")
+        edits = resolver.of([field], len(ids), len(ids) + 24, lambda: ("", []))
+        asked.append(replace(made, ignore_eos=True, logprobs=2, edits=edits, prompt_logprobs=1 if i == 2 else None))
+    shared = (len(prompts) - 1) * len(common) // PAGE
+    pages = sum(-(-len(ids) // PAGE) for ids in prompts) - shared + 4  # less than all need at their ends
+    kv_bytes = pages * PAGE * KvMemory(model, 1, kv_bytes=1).position_bytes
+    engine = Engine(model, prefill_tokens=400, kv_bytes=kv_bytes)
+    assert bool(differing(model, asked, engine)) is not batch_invariant
+    assert engine.statistics.preempted
+    assert engine.statistics.cached_tokens
+
+
+class Unseen(torch.nn.Module):
+    """An activation as a model's own code may have it."""
+
+    def forward(self, x):
+        return x * torch.sigmoid(x)
+
+
+def test_a_model_that_does_not_keep_it_is_refused_at_its_load(build, byte_tokenizer):
+    hf = build("qwen3", **SIZES | {"intermediate_size": 101})
+    for layer in hf.model.layers:
+        layer.mlp.act_fn = Unseen()
+    with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM: its rows' bits depend"):
+        Model(hf, byte_tokenizer, "qwen3", batch_invariant=True)
+
+
+def test_a_softmax_of_torchs_is_no_elementwise_function(build, byte_tokenizer, prompt):
+    def model(batch_invariant):
+        hf = build("qwen3", **SIZES | {"intermediate_size": 101})
+        for layer in hf.model.layers:
+            layer.mlp.act_fn = torch.nn.Softmax(-1)
+        return Model(hf, byte_tokenizer, "qwen3", batch_invariant=batch_invariant)
+
+    request = Request("a", prompt(20), 10, ignore_eos=True, logprobs=1)
+    (plain,), (invariant,) = (Engine(model(each)).generate([request]) for each in (False, True))
+    assert invariant.tokens == plain.tokens
 
 
 @pytest.mark.parametrize(
