@@ -311,7 +311,8 @@ class Engine:
             assert seq.recording is not None
             try:
                 captured = seq.recording.flush(lambda: seq.token_ids)  # noqa: B023 - called here or never
-                captured = captured and with_columns(captured, seq.request, seq.readouts)
+                if captured is not None:
+                    captured = with_columns(captured, seq.request, seq.readouts)
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends what this request records, and nothing else
                 seq.recording.give_up(_capture_failure(seq, error))
             else:
