@@ -160,6 +160,6 @@ class StoredTensors:
             message = f"{held} take {own} bytes, and the server's limit is {self._most}"
             raise RequestError(message, field, "rows_too_large")
         if own + sum(size for other, size in self._lent.items() if other != job) > self._most:
-            message = "other requests' vectors, tensors and stored rows take the memory that this one needs: try again later"
+            message = "other requests' vectors and rows take the memory that this one needs: try again later"
             raise RequestError(message, field, "server_busy", 429)
         self._lent[job] = own

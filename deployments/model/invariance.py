@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from deployments.model.kv_cache import PAGE, PagedCache, Segment, SequenceKv
+from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 from deployments.model.native import kernel
 from deployments.model.packing import TOLERANCE, Model, UnsupportedModelError, relative_error
 from deployments.tiles import in_tiles
@@ -79,12 +79,12 @@ def _run(model: Model, prompts: list[list[int]], cut: int = 0) -> list[_Probed]:
     firsts = accumulate(sizes, initial=0)
     held = [SequenceKv([*range(first, first + size)]) for first, size in zip(firsts, sizes, strict=False)]
     if cut:
-        model.forward(prompts[0][:cut], [Segment(held[0], 0, cut)], [0], cache)
+        model.forward(prompts[0][:cut], [TokenSpan(held[0], 0, cut)], [0], cache)
     starts = [cut, *(0 for _ in prompts[1:])]
     parts = [*zip(held, starts, prompts, strict=True)][::-1]  # the first one's rows lie elsewhere than alone
-    segments = [Segment(kv, start, len(prompt) - start) for kv, start, prompt in parts]
-    ends = [end - 1 for end in accumulate(segment.count for segment in segments)]
-    logits = model.forward([id for _, start, prompt in parts for id in prompt[start:]], segments, ends, cache)
+    spans = [TokenSpan(kv, start, len(prompt) - start) for kv, start, prompt in parts]
+    ends = [end - 1 for end in accumulate(span.count for span in spans)]
+    logits = model.forward([id for _, start, prompt in parts for id in prompt[start:]], spans, ends, cache)
     return [_Probed(row, cache.of(kv, len(ids))) for row, kv, ids in zip(logits.flip(0), held, prompts, strict=True)]
 
 
