@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
-from nnsight._c import unmount
 from nnsight.schema.response import ResponseModel, Status
 from ray.exceptions import RayError
 
@@ -24,10 +23,6 @@ from deployments.errors import LoadError, RequestError
 from deployments.exposure import is_loopback
 from deployments.model.model import Model
 from deployments.options import Options
-
-if unmount is not None:
-    # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
-    unmount("save")
 
 logger = logging.getLogger("ray.serve")
 

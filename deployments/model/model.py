@@ -1,4 +1,4 @@
-"""One copy of a model's weights: loaded, and probed for how its sequences may run."""
+"""One copy of a model's weights: loaded, instrumented by nnsight, and probed for how its sequences may run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from nnsight import LanguageModel
+from nnsight._c import unmount
 from transformers.cache_utils import DynamicCache
 
 from deployments.model.attention import configs_of, packed_attention
@@ -22,6 +24,14 @@ from deployments.places.points import Points
 
 NO_READERS: Readers = MappingProxyType({})
 
+if unmount is not None:
+    # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
+    unmount("save")
+
+
+class InstrumentedModel(LanguageModel):  # type: ignore[misc]
+    """nnsight's language model over weights that are already loaded."""
+
 
 class Model:
     """A causal language model ready to be batched.
@@ -29,6 +39,7 @@ class Model:
     Attributes:
         name: What it was loaded from.
         hf: The Hugging Face module; every forward goes through it whole.
+        nnsight: nnsight's view of the same modules.
         tokenizer: Its tokenizer.
         points: Its capture points.
         context: The most tokens a sequence may have.
@@ -66,6 +77,7 @@ class Model:
         self.eos = _end_tokens(hf, tokenizer)
         self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
         self.points = Points.learn(hf)
+        self.nnsight = InstrumentedModel(hf, tokenizer=tokenizer)
         self._hooks = Hooks(hf)
         self._configs = configs_of(hf)
         self._wanted: torch.Tensor | None = None

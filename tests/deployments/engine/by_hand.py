@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,9 +13,6 @@ from deployments.engine.edits import Edit
 from deployments.model.model import Model
 from deployments.places.place import Place, Point
 from deployments.points.capture import Capture
-
-if nnsight._c.unmount is not None:
-    nnsight._c.unmount("save")  # of every object in the process
 
 Values = dict[str, torch.Tensor]  # point name -> [tokens, ...]
 
@@ -106,14 +102,8 @@ def hooked(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[
     return logits, seen
 
 
-@functools.cache
-def _instrumented(model: Model) -> Any:
-    """nnsight's view of the model's modules."""
-    return nnsight.LanguageModel(model.hf, tokenizer=model.tokenizer)
-
-
 def _envoy(model: Model, place: Place) -> Any:
-    found = _instrumented(model)
+    found = model.nnsight
     for part in place.module.split("."):
         found = found[int(part)] if part.isdigit() else getattr(found, part)
     return found
@@ -124,14 +114,14 @@ def traced(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[
     """The same by nnsight's `trace`."""
     places = [(place.side, mine, _envoy(model, place)) for place, mine in _in_order(edits).items()]
     values: Values = {}
-    with _instrumented(model).trace(torch.tensor([list(tokens)])):
+    with model.nnsight.trace(torch.tensor([list(tokens)])):
         for side, mine, module in places:
             if side == "input":
                 module.input = _changed(module.input, mine, values)
             else:
                 module.output = _changed(module.output, mine, values)
         seen = nnsight.save(values)
-        logits = nnsight.save(_instrumented(model).output.logits)
+        logits = nnsight.save(model.nnsight.output.logits)
     return logits[0], seen
 
 
@@ -141,7 +131,7 @@ def generated(model: Model, prompt: Sequence[int], edit: Edit, new: int) -> tupl
     module, values, settings = _envoy(model, edit.point.place), {}, {"max_new_tokens": new, "do_sample": False}
     ids = torch.tensor([list(prompt)])
     settings |= {"min_new_tokens": new, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    with _instrumented(model).generate(ids, **settings) as tracer:
+    with model.nnsight.generate(ids, **settings) as tracer:
         for step in tracer.iter[:new]:
             first = len(prompt) + step - 1 if step else 0
             module.output = _changed(module.output, [edit], values, first)

@@ -232,6 +232,7 @@ def test_more_last_rows_than_can_be_held_until_the_end_are_refused(tmp_path):
 
 def test_there_is_one_copy_of_the_weights():
     replica = ModelReplica.func_or_class(Options(dtype="float32", threads=1), store=object())
-    hf = replica._model.hf
+    hf, traced = replica._model.hf, replica._model.nnsight._module
+    assert traced is hf
     assert hf.lm_head.weight.data_ptr() == hf.model.embed_tokens.weight.data_ptr()
     replica.__del__()
