@@ -119,21 +119,30 @@ def imports(name: str, only_at_import: bool = False) -> set[str]:
     return (found & set(MODULES)) - {name}
 
 
+def packages(path: Path) -> set[str]:
+    """The top packages that a module imports, also in functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.partition(".")[0] for name in found}
+
+
 def layer_of(name: str) -> str:
     fits = [prefix for prefix in LAYERS if name == prefix or name.startswith(prefix + ".")]
     return max(fits, key=len) if fits else ""
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_point_downward(name):
-    if name == "deployments":
-        return
-    assert layer_of(name), f"{name} is in no layer: add it to LAYERS"
-    for imported in imports(name):
-        if layer_of(imported):
-            assert LAYERS.index(layer_of(name)) <= LAYERS.index(layer_of(imported)), (
-                f"{name} imports {imported}, above it"
-            )
+def test_imports_point_downward():
+    upward = []
+    for name in sorted(MODULES.keys() - {"deployments"}):
+        assert layer_of(name), f"{name} is in no layer: add it to LAYERS"
+        for imported in filter(layer_of, imports(name)):
+            if LAYERS.index(layer_of(name)) > LAYERS.index(layer_of(imported)):
+                upward.append(f"{name} imports {imported}, above it")
+    assert upward == []
 
 
 def test_no_imports_form_a_cycle():
@@ -155,53 +164,38 @@ def test_client_and_server_use_each_other_over_http_only():
         assert layer_of(name) != "vitrine" or not others, name
 
 
-@pytest.mark.parametrize("absent", ["torch", "ray", "pandas", "matplotlib", "pyarrow.dataset"])
-def test_the_client_is_light(absent):
-    code = f"import sys, vitrine; vitrine.connect; sys.exit({absent!r} in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+def test_the_engine_does_not_import_ray():
+    for name in MODULES:
+        if layer_of(name).startswith(LIGHT):
+            assert "ray" not in packages(MODULES[name]), name
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if layer_of(name).startswith(LIGHT)])
-def test_the_engine_does_not_import_ray(name):
-    tree = ast.parse(MODULES[name].read_text())
-    tops = {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    tops |= {
-        alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
-    }
-    assert "ray" not in tops
+STORED = ["reader.loading", "reader.tables", "reader.training", "export.exports"]
+LIGHT_SERVER = ["activations.reader.pulling", "model_files.names", "model_files.smollm2"]
 
 
 @pytest.mark.parametrize(
-    ("imported", "absent"),
+    "expected",  # in one process, in this order: a module, and the packages that no import so far may have loaded
     [
-        ("deployments.engine.engine", "ray"),
-        ("deployments.activations.reader.loading", "ray"),
-        ("deployments.activations.export.exports", "ray"),
-        ("deployments.activations.export.exports", "datasets"),
-        ("deployments.activations.reader.training", "ray"),
-        ("deployments.activations.reader.tables", "ray"),
-        ("deployments.activations.reader.pulling", "torch"),
-        ("deployments.model_files.names", "torch"),
-        ("deployments.model_files.smollm2", "torch"),
-        ("serve_app", "torch"),
-        ("serve_app.ingress", "torch"),
+        [("vitrine", ["torch", "ray", "pandas", "matplotlib", "pyarrow.dataset"])],
+        [
+            *((f"deployments.activations.{name}", ["ray", "datasets"]) for name in STORED),
+            ("deployments.engine.engine", ["ray"]),
+        ],
+        [(name, ["torch"]) for name in (*(f"deployments.{one}" for one in LIGHT_SERVER), "serve_app.ingress")],
     ],
+    ids=["client", "stored rows and engine", "server"],
 )
-def test_a_module_does_not_import_a_heavy_package(imported, absent):
-    code = f"import sys, {imported}; sys.exit({absent!r} in sys.modules)"
+def test_modules_do_not_import_heavy_packages(expected):
+    code = f"""import importlib, sys
+for name, absent in {expected}:
+    importlib.import_module(name)
+    assert not (found := set(absent) & sys.modules.keys()), (name, found)
+"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_only_probes_need_scikit_learn():
     """It comes with the extra `probes`, and whoever serves or evaluates does not have it."""
-    heavy = {"scipy", "sklearn"}
-    needing = {
-        path.relative_to(ROOT).as_posix()
-        for top in ("deployments", "evals", "serve_app", "vitrine")
-        for path in (ROOT / top).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
-        if name.split(".")[0] in heavy
-    }
-    assert all(path.startswith("evals/probes/") for path in needing), needing
+    needing = {name for name, path in MODULES.items() if packages(path) & {"scipy", "sklearn"}}
+    assert all(name.startswith(("evals.probes", "benchmarks")) for name in needing), needing

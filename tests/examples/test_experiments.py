@@ -38,6 +38,7 @@ def test_the_experiments_are_short() -> None:
     assert sum(len(cell.splitlines()) for cell in cells("experiments")) < 150
 
 
+@pytest.mark.long  # tests/vitrine has a test of each part
 def test_every_experiment_runs_and_the_lens_is_the_same_both_ways(served, runs_code, tmp_path) -> None:
     code = [cell for cell in cells("experiments") if not cell.startswith(tuple(ELSEWHERE))]
     assert len(code) == len(cells("experiments")) - len(ELSEWHERE)

@@ -134,6 +134,7 @@ def test_generated_tokens_are_recorded_where_they_are_asked_for(served: Served, 
         assert load(store / "generated", run.run_id)["norm.output"].shape[0] == run.tokens
 
 
+@pytest.mark.long
 def test_a_killed_command_goes_on_and_stores_no_run_twice(
     store: Path, cluster: Cluster, tmp_path: Path, eventually: Callable[..., Any]
 ) -> None:

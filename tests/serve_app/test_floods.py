@@ -6,10 +6,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
+@pytest.mark.long  # test_linear_reading counts the searching
 def test_a_chat_with_tools_that_writes_nothing_but_spaces_is_read_like_any_other(other_template, tokenizer):
     """By expressions that backtrack, these spaces would take several times as long as the same number of letters."""
     space, letter = (tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in (" ", "a"))

@@ -45,6 +45,7 @@ def usual_umask():
     os.umask(before)
 
 
+@pytest.mark.long  # one more server and an evaluation
 def test_nobody_else_reads_what_a_server_an_evaluation_and_the_commands_wrote(another_app, tmp_path):
     home = tmp_path / "home"
     activations = home / "activations"

@@ -10,6 +10,7 @@ def log(run_script, tmp_path_factory):
     return run_script("inspect_gsm8k.py", tmp_path_factory.mktemp("inspect"))
 
 
+@pytest.mark.long  # two evaluations; tests/vitrine/inspect runs the provider
 def test_an_evaluation_with_a_calculator_says_what_evals_gsm8k_says(log, evaluated):
     assert log["status"] == "success", log["error"]
     ours = evaluated["with-tools"]

@@ -82,6 +82,7 @@ def test_the_rules_of_the_task_are_those_of_lm_evals_own_gsm8k(clients):
         assert task[name] == theirs[name]
 
 
+@pytest.mark.long
 def test_completions_of_token_ids_say_what_the_chats_say(run, by_chat):
     assert texts(read(run(COMPLETIONS))) == texts(by_chat)
 

@@ -27,6 +27,7 @@ def started(tmp_path_factory):
         httpx.get(server.url)
 
 
+@pytest.mark.long  # one more server
 def test_nnsight_runs_at_a_server_that_the_client_started(started, monkeypatch):
     import nnsight
 

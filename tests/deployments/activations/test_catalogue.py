@@ -376,7 +376,7 @@ for i in range(10000):
 
 def test_after_kills_the_catalogue_says_what_the_files_say(tmp_path, reads):
     stored = set()
-    for turn in range(4):
+    for turn in range(2):
         command = [sys.executable, "-c", STORE, str(tmp_path), str(turn)]
         with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as child:
             stored |= {next(child.stdout).strip() for _ in range(20 + 7 * turn)}

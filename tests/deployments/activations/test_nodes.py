@@ -39,15 +39,22 @@ POINT = "layers.0.output"
 RUN = 64 << 10  # about what a run of `big` takes
 
 
-def test_each_node_writes_files_of_its_own_and_the_store_knows_them_all(tmp_path):
-    # In a process of its own, since this one may have joined the tests' shared cluster.
+def on_two_nodes(root: Path, part: str) -> list[str]:
+    """What the script prints. In a process of its own, since this one may have joined the tests' shared cluster."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-    script = Path(__file__).with_name("two_nodes.py")
-    done = subprocess.run(
-        [sys.executable, script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300, cwd=ROOT
-    )
+    script = [sys.executable, Path(__file__).with_name("two_nodes.py"), str(root), part]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len([line for line in done.stdout.splitlines() if line.startswith(("both", "a "))]) == 5
+    return [line for line in done.stdout.splitlines() if line.startswith(("both", "a "))]
+
+
+def test_each_node_writes_files_of_its_own_and_the_store_knows_them_all(tmp_path):
+    assert len(on_two_nodes(tmp_path, "write")) == 4
+
+
+@pytest.mark.long  # one more cluster
+def test_a_node_that_is_drained_uploads_what_is_open(tmp_path):
+    assert len(on_two_nodes(tmp_path, "drain")) == 1
 
 
 # ---- a store and a node's writer in one process, which call each other as over Ray

@@ -221,6 +221,7 @@ class Dying(ActivationReader):
         return run_id
 
 
+@pytest.mark.long  # four starts of an actor
 def test_a_reader_that_a_run_ends_says_which_and_comes_back(tmp_path, cluster):
     reader = (
         ray.remote(Dying).options(max_restarts=-1, max_task_retries=1, num_cpus=0).remote(str(tmp_path), wait=print)

@@ -1,7 +1,11 @@
-"""Run by test_nodes: a store on the head node of a cluster of two, and replicas' runs from both."""
+"""Run by test_nodes: a store on the head node of a cluster of two, and replicas' runs from both.
+
+`two_nodes.py DIRECTORY write` or `two_nodes.py DIRECTORY drain`.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -11,6 +15,7 @@ from pathlib import Path
 import psutil
 import ray
 import torch
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -26,6 +31,8 @@ from deployments.activations.files.places import place_of
 from deployments.activations.nodes.submitting import connect_writer, node_writers
 from deployments.errors import RequestError
 from tests.waiting import until
+
+LIMIT_S = 280  # then the stacks are printed
 
 
 @ray.remote(num_cpus=0)
@@ -112,10 +119,7 @@ def drain(root: str, archive: str, node: str) -> None:
     until(lambda: ray.get(reader.session.remote("session"))["archived"], limit_s=20)
 
 
-def main(root: str) -> None:
-    os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
-    other = cluster.add_node(num_cpus=1)
+def write(root: str, cluster: Cluster, other: Node) -> None:
     store, reader = connect(root), connect_reader(root)
     here, there = (
         Replica.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(
@@ -162,13 +166,21 @@ def main(root: str) -> None:
     assert len(node_writers(root)) == 1
     print("a store that starts again knows what the others wrote and hears of what they write")
 
-    with object_server() as port:
-        drain(f"{root}/archived", bucket(port), other.node_id)
-        print("a node that is drained uploads at once")
 
+def main(root: str, part: str) -> None:
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
+    other = cluster.add_node(num_cpus=1)
+    if part == "write":
+        write(root, cluster, other)
+    else:
+        with object_server() as port:
+            drain(root, bucket(port), other.node_id)
+        print("a node that is drained uploads at once")
     ray.shutdown()
     cluster.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -239,10 +239,12 @@ def test_a_named_function_is_the_one_that_is_called(model, chat):
 
 def test_several_calls_may_be_made_where_the_template_writes_several(model, chat):
     prompt, grammar = asked(model, chat, must_call=("get_time",))
-    counts = set()
+    counts: set[int] = set()
     for seed in range(12):
         reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=seed, temperature=2.0))
         counts.add(len(read(chat.reader(prompt, TOOLS), text)[1]) if reason == "stop" else 2)
+        if max(counts) > 1:
+            break
     assert (max(counts) > 1) == (model.name in PARALLEL)
     assert min(counts) >= 1
 

@@ -74,7 +74,7 @@ def looping(client):
     return kept.block
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def board():
     return LocalBoard()
 
@@ -84,7 +84,7 @@ def sandbox():
     return processes.sandbox(gpu=False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def runner(shared, board, sandbox):
     made = CodeRunner(Options(max_client_jobs=2), JobModel(shared.shared, shared.tokenizer, sandbox), board, LIMITS)
     yield made
@@ -144,6 +144,19 @@ def test_a_job_whose_client_leaves_makes_room_at_once_running_or_waiting(runner,
     assert asyncio.run(outcome()) == "COMPLETED"
 
 
+def test_another_revision_and_the_repositorys_own_code_are_refused(runner, board):
+    async def refusals() -> list[str]:
+        found = []
+        for key in (ModelKey(repo_id="m", revision="v2"), ModelKey(repo_id="m", trust_remote_code=True)):
+            with pytest.raises(RequestError) as refused:
+                await runner.run(CodeJob("j", b"", False, {}, key, False))
+            found.append(refused.value.code)
+        return found
+
+    assert asyncio.run(refusals()) == ["revision_not_served", "remote_code_not_allowed"]
+
+
+# Last: the tests above share the runner.
 def test_a_runner_that_is_closed_leaves_no_process(runner, board, looping, eventually):
     async def pids() -> list[int]:
         job = await sent(board, looping)
@@ -167,15 +180,3 @@ def has_ended(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return stat.rpartition(")")[2].split()[0] == "Z"
-
-
-def test_another_revision_and_the_repositorys_own_code_are_refused(runner, board):
-    async def refusals() -> list[str]:
-        found = []
-        for key in (ModelKey(repo_id="m", revision="v2"), ModelKey(repo_id="m", trust_remote_code=True)):
-            with pytest.raises(RequestError) as refused:
-                await runner.run(CodeJob("j", b"", False, {}, key, False))
-            found.append(refused.value.code)
-        return found
-
-    assert asyncio.run(refusals()) == ["revision_not_served", "remote_code_not_allowed"]

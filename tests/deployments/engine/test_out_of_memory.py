@@ -61,14 +61,14 @@ only_linux = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def roomy():
     """What requests get where there is memory."""
-    done, failures = in_a_process([("short", 30, 8), ("long", 9000, 4), ("other", 200, 8)])
+    done, failures = in_a_process([("short", 30, 8), ("long", 4500, 4), ("other", 200, 8)])
     assert failures == 0
     return done
 
 
 @only_linux
 def test_a_prompt_for_which_one_forward_has_no_memory_is_run_in_smaller_pieces(roomy):
-    got, failures = in_a_process([("short", 30, 8), ("long", 9000, 4), ("other", 200, 8)], limit=500)
+    got, failures = in_a_process([("short", 30, 8), ("long", 4500, 4), ("other", 200, 8)], limit=500)
     assert failures > 0
     assert got == roomy
     assert got["long"][0] == "length"

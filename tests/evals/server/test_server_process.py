@@ -95,6 +95,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     assert not list((where.results / "home" / "servers").glob("*.json"))
 
 
+@pytest.mark.long
 def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: Place) -> None:
     before = kept.process
     done = kept.run("second", *SHORT)
@@ -106,16 +107,19 @@ def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: Place) -> None:
     assert found.is_ready("vitrine-demo")
 
 
+@pytest.mark.long
 def test_a_server_with_other_options_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:
     said = refusal(kept, "third", "--server-option", "max_running=3")
     assert "was started with other options: max_running is 64; use --fresh to restart it" in said
 
 
+@pytest.mark.long
 def test_a_server_with_another_model_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:
     said = refusal(kept, "fourth", "--serve", "another/model")
     assert "serves vitrine-demo, not another/model" in said
 
 
+@pytest.mark.long
 def test_fresh_restarts_it_and_sigterm_in_the_middle_stops_it(kept: Place) -> None:
     before = kept.process
     options = ["--fresh", "--mode", "no-tools", "--dataset", "demo"]
@@ -137,6 +141,7 @@ def test_fresh_restarts_it_and_sigterm_in_the_middle_stops_it(kept: Place) -> No
     assert (kept.results / "fifth" / "server.log").is_file()
 
 
+@pytest.mark.long
 def test_a_server_goes_with_an_evaluator_that_is_killed(tmp_path: Path, eventually: Callable[..., Any]) -> None:
     where = place(tmp_path)
     process = subprocess.Popen(

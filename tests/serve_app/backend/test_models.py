@@ -267,6 +267,7 @@ def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_
     assert server.say(TINY).json()["choices"][0]["text"] == first
 
 
+@pytest.mark.long
 def test_an_unload_past_its_limit_says_so_and_goes_on(with_tiny, options, eventually, monkeypatch):
     body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{with_tiny.root}/v1/completions", json=body, timeout=120) as answer:

@@ -31,6 +31,13 @@ def evaluate(served, tmp_path_factory) -> Evaluate:
 
 
 @pytest.fixture(scope="package")
+def unrecorded(evaluate) -> Path:
+    """A log of a task without capture."""
+    (path,) = evaluate("tasks.py@choices")
+    return path
+
+
+@pytest.fixture(scope="package")
 def logs(evaluate) -> dict[str, Path]:
     """The logs of all tasks, recorded at one point, by the task's name."""
     recorded = ["-M", 'capture={"layers": [2], "sites": ["output"]}']

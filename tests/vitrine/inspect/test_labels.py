@@ -44,10 +44,9 @@ def test_a_probe_is_trained_from_a_log(logs: dict[str, Path], tmp_path: Path) ->
     assert headline["auroc"] > 0.6
 
 
-def test_a_log_without_runs_and_a_file_that_is_no_log_are_refused(evaluate, tmp_path: Path) -> None:
-    (path,) = evaluate("tasks.py@choices")
+def test_a_log_without_runs_and_a_file_that_is_no_log_are_refused(unrecorded: Path, tmp_path: Path) -> None:
     with pytest.raises(EvalError, match="has no stored runs"):
-        labelled(path)
+        labelled(unrecorded)
     (tmp_path / "none.eval").write_text("nothing")
     with pytest.raises(EvalError, match="cannot be read"):
         labelled(tmp_path / "none.eval")

@@ -48,11 +48,10 @@ def test_multiple_choice_and_a_score_without_a_model_are_recorded_too(read):
         assert all(sample.scores for sample in read[name].samples)
 
 
-def test_without_capture_an_output_has_no_metadata(evaluate):
+def test_without_capture_an_output_has_no_metadata(unrecorded):
     from inspect_ai.log import read_eval_log
 
-    (path,) = evaluate("tasks.py@choices")
-    log = read_eval_log(str(path))
+    log = read_eval_log(str(unrecorded))
     assert log.status == "success"
     assert log.samples[0].output.metadata is None
 
@@ -82,7 +81,6 @@ def test_readouts_of_each_choice_come_into_the_metadata():
     assert results(answer) == {"readouts": [None, values]}
 
 
-@pytest.mark.parametrize("absent", ["torch", "ray"])
-def test_the_provider_needs_no_torch_and_no_ray(absent):
-    code = f"import sys, vitrine.inspect.model; sys.exit({absent!r} in sys.modules)"
+def test_the_provider_needs_no_torch_and_no_ray():
+    code = "import sys, vitrine.inspect.model; assert not {'torch', 'ray'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True)
