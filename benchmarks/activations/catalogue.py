@@ -31,7 +31,7 @@ from benchmarks.common.findings import Findings
 from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.facts import Note, RunFacts, ShardFacts, StoredFile
+from deployments.activations.facts import Note, RunFacts, SegmentFacts, StoredFile
 from deployments.activations.filters import Filter
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
@@ -89,9 +89,11 @@ def _write(writer: Writer, runs: int, sessions: int) -> None:
         session_id, made = f"session-{session:05}", []
         for number in range(session, runs, sessions):
             facts = run(number, session_id)
-            shard = ShardFacts(session_id, facts.model, None, "Measured", {"torch": torch.__version__}, {POINT: POINT})
+            segment = SegmentFacts(
+                session_id, facts.model, None, "Measured", {"torch": torch.__version__}, {POINT: POINT}
+            )
             batch = to_batch(
-                shard,
+                segment,
                 run_id=facts.run_id,
                 sample_id=facts.sample_id,
                 positions=[0],

@@ -27,7 +27,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME, sealed_files
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import write_snapshot
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.files.places import place_of
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.recovery import recover
@@ -39,9 +39,15 @@ MOST = 512  # runs on their way
 def batch(session: str, values: torch.Tensor) -> Any:
     """The rows of a run."""
     rows = range(len(values))
-    shard = ShardFacts(session, "measured", None, "measured", {}, {"p": "p"})
+    segment = SegmentFacts(session, "measured", None, "measured", {}, {"p": "p"})
     return to_batch(
-        shard, run_id="r", sample_id=None, positions=rows, token_ids=rows, prompt_tokens=len(rows), points={"p": values}
+        segment,
+        run_id="r",
+        sample_id=None,
+        positions=rows,
+        token_ids=rows,
+        prompt_tokens=len(rows),
+        points={"p": values},
     )
 
 
@@ -107,7 +113,7 @@ def main() -> None:
 def known(root: Path, runs: int, files: int) -> None:
     """Make a store with many runs in its catalogue, and start it."""
     catalogue = Catalogue.rebuild(root)
-    writer = Writer(root, catalogue, shard_bytes=1, open_shards=64)
+    writer = Writer(root, catalogue, segment_bytes=1, open_segments=64)
     small = torch.zeros(1, 2)
     send(writer, files, lambda number: f"s{number % 100}", small)
     writer.close()

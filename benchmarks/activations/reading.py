@@ -32,7 +32,7 @@ from benchmarks.common import report
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Run, Way, as_json, in_turn, ratio
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.reader.training import ActivationRows
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
@@ -48,16 +48,16 @@ REQUIRED = [Ratio(ROWS, MAP), Ratio(ROWS_SHUFFLED, MAP_SHUFFLED)]
 REPORTED = [Ratio(ROWS_ALL, MAP_SHUFFLED), Ratio(ROWS_SHUFFLED, MAP_NUMPY), Ratio(ROWS_SHUFFLED, MAP)]
 
 
-def store(folder: Path, runs: int, shard_bytes: int) -> None:
+def store(folder: Path, runs: int, segment_bytes: int) -> None:
     """Write a session to `folder / "store"`, and the same rows to `folder / "raw"`."""
     (folder / "store").mkdir()
-    writer = Writer(folder / "store", Catalogue(), shard_bytes=shard_bytes)
-    shard = ShardFacts(SESSION, "measured", None, "measured", {}, {name: name for name in POINTS})
+    writer = Writer(folder / "store", Catalogue(), segment_bytes=segment_bytes)
+    segment = SegmentFacts(SESSION, "measured", None, "measured", {}, {name: name for name in POINTS})
     raws = [(folder / f"raw-{i}").open("wb") for i in range(len(POINTS))]
     for number in range(runs):
         points = {name: torch.randn(TOKENS, HIDDEN).bfloat16() for name in POINTS}
         batch = to_batch(
-            shard,
+            segment,
             run_id=f"run-{number}",
             sample_id=None,
             positions=range(TOKENS),
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     terminate_as_interrupt()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=float, default=2e9, help="of stored rows")
-    parser.add_argument("--shard-bytes", type=int, default=256 << 20, help="of each file")
+    parser.add_argument("--segment-bytes", type=int, default=256 << 20, help="of each file")
     parser.add_argument("--batch-size", type=int, default=1024, help="rows of a batch")
     parser.add_argument("--window", type=int, default=256 << 20, help="bytes of rows that are shuffled together")
     parser.add_argument("--rounds", type=int, default=7)
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     findings, runs = Findings(options, unit="MB/s"), max(1, int(options.bytes / ROW / TOKENS))
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="reading-") as name:
         folder, rows = Path(name), runs * TOKENS
-        store(folder, runs, options.shard_bytes)
+        store(folder, runs, options.segment_bytes)
         reread(folder)
         if not same(folder, rows):
             findings.failed.append("the rows that were read are not those that were written")

@@ -34,7 +34,7 @@ from benchmarks.common import report
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Run, Way, as_json, in_turn, ratio
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.checksums import checksums
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
@@ -51,7 +51,7 @@ REPORTED = [Ratio(SMALL, DISK), Ratio(SUMMED, DISK), Ratio(WHOLE, SUMMED)]
 def rows(first: int, count: int, run_id: str, session: str) -> pa.RecordBatch:
     """Some rows of a run."""
     return to_batch(
-        ShardFacts(session, "measured", None, "measured", {}, {name: name for name in POINTS}),
+        SegmentFacts(session, "measured", None, "measured", {}, {name: name for name in POINTS}),
         run_id=run_id,
         sample_id=None,
         positions=range(first, first + count),

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.engine.capture.captured import Captured
@@ -104,7 +104,7 @@ class Store:
 def _lay_out(run: _Run, captured: Captured) -> Any:
     request = run.request
     return to_batch(
-        ShardFacts(run.session, MODEL, None, MODEL, {}, {point.name: point.module for point in request.points}),
+        SegmentFacts(run.session, MODEL, None, MODEL, {}, {point.name: point.module for point in request.points}),
         run_id=request.id,
         sample_id=None,
         positions=captured.positions,

@@ -24,7 +24,7 @@ class StoreError(Exception):
 _ADVICE = {
     errno.ENOSPC: "free space on the disk, or delete sessions",
     errno.EDQUOT: "free space under the quota, or delete sessions",
-    errno.EFBIG: "raise the limit on file sizes, or make shards smaller",
+    errno.EFBIG: "raise the limit on file sizes, or make segments smaller",
     errno.EACCES: "give the server's user write permission there",
     errno.EPERM: "give the server's user write permission there",
     errno.EROFS: "remount the file system for writing",
@@ -77,7 +77,7 @@ OPERATOR = Account()
 
 
 @dataclass(frozen=True)
-class ShardFacts:
+class SegmentFacts:
     """What all runs of one file share."""
 
     session_id: str

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError
+from deployments.activations.facts import RunFacts, SegmentFacts, StoredRun, StoreError
 from deployments.activations.segments.schema import to_batch
 from deployments.chat.token_texts import TextOffsets, TokenTexts
 from deployments.engine.capture.captured import Captured
@@ -157,7 +157,7 @@ class Runs:
     def _lay_out(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
         job, request = run.job, run.request
         assert job.capture is not None
-        shard = ShardFacts(
+        segment = SegmentFacts(
             session_id=job.session_id,
             model=self._options.served_name,
             revision=self._options.revision,
@@ -167,7 +167,7 @@ class Runs:
             layers=self._model.points.layer_count,
         )
         batch = to_batch(
-            shard,
+            segment,
             run_id=run.id,
             sample_id=run.sample_id,
             positions=captured.positions,

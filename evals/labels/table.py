@@ -181,10 +181,10 @@ def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> tupl
         return "no answer says where its activations are stored", None
     try:
         folder = files_of(directory, first["session_id"], first["uri"])
-        from deployments.activations.reader.sources import shards
+        from deployments.activations.reader.sources import segments
         from deployments.activations.segments.segments import whole_runs  # here: torch comes with it
 
-        places = {run.facts.run_id: (file, run.offset) for file in shards(folder) for run in whole_runs(file)}
+        places = {run.facts.run_id: (file, run.offset) for file in segments(folder) for run in whole_runs(file)}
     except (OSError, ValueError) as error:
         return str(error), None
     without_text = 0

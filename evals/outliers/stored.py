@@ -12,8 +12,8 @@ import torch
 from deployments.activations.reader.row_index import index_rows
 from deployments.activations.reader.row_reader import RowReader
 from deployments.activations.reader.selection import MOST_NAMED, by_schema
-from deployments.activations.reader.sources import shards
-from deployments.activations.segments.schema import point_types, shard_facts
+from deployments.activations.reader.sources import segments
+from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import whole_runs
 from deployments.points.names import recorded
 from evals.config import EvalError
@@ -77,8 +77,8 @@ class Stored:
             ValueError: As `index_rows` says.
             FileNotFoundError: There is no such store or session.
         """
-        groups = by_schema(shards(source, session))
-        facts = [shard_facts(schema) for schema, _ in groups]
+        groups = by_schema(segments(source, session))
+        facts = [segment_facts(schema) for schema, _ in groups]
         if len(models := sorted({each.model for each in facts})) > 1:
             raise EvalError(f"--session {session}: it has runs of {', '.join(models)}; choose runs of one model")
         modules = {  # attention patterns have no features

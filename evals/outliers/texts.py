@@ -8,7 +8,7 @@ import numpy as np
 
 from deployments.activations.facts import RunFacts
 from deployments.activations.reader.selection import Wanted, select
-from deployments.activations.reader.sources import shards
+from deployments.activations.reader.sources import segments
 from deployments.activations.segments.segments import WholeRun
 
 Record = dict[str, Any]
@@ -70,7 +70,7 @@ def _prompt(run: WholeRun) -> Prompt | None:
 
 
 def _runs(source: str | os.PathLike[str], session: str, runs: Collection[str] | None = None) -> Iterator[WholeRun]:
-    return select(shards(source, session), Wanted(session, runs))
+    return select(segments(source, session), Wanted(session, runs))
 
 
 def _column(run: WholeRun, name: str) -> list[Any]:

@@ -63,7 +63,7 @@ def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
 
 def test_reading_is_measured_beside_a_memory_map_and_leaves_no_rows(tmp_path):
     results = tmp_path / "results" / "reading"
-    options = ["--bytes=2e7", "--shard-bytes=6000000", "--rounds=1", "--batch-size=100", f"--directory={tmp_path}"]
+    options = ["--bytes=2e7", "--segment-bytes=6000000", "--rounds=1", "--batch-size=100", f"--directory={tmp_path}"]
     command = [sys.executable, "-m", "benchmarks.activations.reading", *options, f"--results={results}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     found = json.loads(results.with_suffix(".json").read_text())

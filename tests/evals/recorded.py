@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 from evals.results.results import read_samples
@@ -56,9 +56,9 @@ def record(
             offsets = [*range(0, len(prompt), 3), *range(len(prompt), len(prompt + generated), 3)]
             tokens, many = len(offsets), -(-len(prompt) // 3)
             rows = list(range(tokens))[-last if last else 0 :]
-            shard = ShardFacts(session, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {point: point})
+            segment = SegmentFacts(session, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {point: point})
             batch = to_batch(
-                shard,
+                segment,
                 run_id=run["run_id"],
                 sample_id=sample.id,
                 positions=rows,

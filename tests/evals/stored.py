@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.downloads import Readings
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.filters import Choice
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
@@ -59,9 +59,9 @@ class Store:
     def record(self, run_id: str, points: Points, session: str = SESSION) -> dict[str, Any]:
         """Stores a run, its last row generated; gives the answer's `activations_meta`."""
         rows = len(next(iter(points.values())))
-        shard = ShardFacts(session, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
+        segment = SegmentFacts(session, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
         batch = to_batch(
-            shard,
+            segment,
             run_id=run_id,
             sample_id=None,
             positions=list(range(rows)),

@@ -14,7 +14,7 @@ from recorded import record, says
 
 from deployments.activations.__main__ import main as activations
 from deployments.activations.reader.loading import load
-from deployments.activations.reader.sources import shards
+from deployments.activations.reader.sources import segments
 from evals.labels.command import main as labels
 
 PAGE = Path(__file__).parents[2] / "docs" / "reading.md"
@@ -85,5 +85,5 @@ def test_an_example_works(
 def test_a_point_of_a_run_lies_over_a_map_of_its_file(store: Path) -> None:
     value = load(store / SESSION, "run-3", [POINT])[POINT]
     spans = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    mapped = [span[0].split("-") for span in spans if span[-1] == str(shards(store)[0])]
+    mapped = [span[0].split("-") for span in spans if span[-1] == str(segments(store)[0])]
     assert any(int(low, 16) <= value.data_ptr() < int(high, 16) for low, high in mapped)

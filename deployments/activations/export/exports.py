@@ -21,7 +21,7 @@ from deployments.activations.files.places import File
 from deployments.activations.reader.selection import Wanted, by_schema, checked, select
 from deployments.activations.reader.sources import chosen
 from deployments.activations.reader.tables import Layout, record_batches
-from deployments.activations.segments.schema import shard_facts
+from deployments.activations.segments.schema import segment_facts
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import COLUMNS
 
@@ -132,7 +132,7 @@ def _tables(files: Sequence[File], wanted: Wanted, format: Format) -> Iterator[t
     numbers = Counter[str]()
     for schema, group in by_schema(files):
         if next(select(group, wanted), None) is not None:
-            session = shard_facts(schema).session_id
+            session = segment_facts(schema).session_id
             numbers[session] += 1
             name = _file_name(session, str(numbers[session]) if numbers[session] > 1 else "", format)
             yield name, partial(_write_parquet if format == "parquet" else _write_hf, schema, group, wanted)

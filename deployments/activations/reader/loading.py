@@ -12,12 +12,12 @@ import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.facts import PointType, RunFacts, ShardFacts
+from deployments.activations.facts import PointType, RunFacts, SegmentFacts
 from deployments.activations.files.places import DamagedError, File, Source, source_of
-from deployments.activations.reader.sources import find_runs, is_run_id, locate, shards
+from deployments.activations.reader.sources import find_runs, is_run_id, locate, segments
 from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.checksums import damaged
-from deployments.activations.segments.schema import shard_facts, to_patterns, to_tensor
+from deployments.activations.segments.schema import segment_facts, to_patterns, to_tensor
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.points.names import COLUMNS, recorded
 from deployments.points.patterns import Patterns
@@ -33,7 +33,7 @@ class Run(Mapping[str, Any]):
     """
 
     facts: RunFacts
-    shard: ShardFacts  # what it shares with the other runs of its file
+    segment: SegmentFacts  # what it shares with the other runs of its file
     positions: torch.Tensor  # each row's index in prompt + generated, int32 `[rows]`
     token_ids: torch.Tensor  # int32 `[rows]`
     text_offsets: torch.Tensor | None  # characters of prompt + generated text before each token, int32 `[rows]`
@@ -85,9 +85,9 @@ def load(
         some = ", ".join(islice((run.facts.run_id for run in _runs_in(place)), 5))
         wanted = "one run" if run_id is None else f"run {run_id!r}"
         raise ValueError(f"{place} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
-    shard = shard_facts(found.batches[0].schema)
+    segment = segment_facts(found.batches[0].schema)
     try:
-        names = list(found.types) if points is None else recorded(points, found.types, shard.layers)
+        names = list(found.types) if points is None else recorded(points, found.types, segment.layers)
     except ValueError as error:
         raise ValueError(f"Run {found.facts.run_id!r}: {error}") from error
     columns = [name for name in found.batches[0].schema.names if name in COLUMNS or name in names]
@@ -97,7 +97,7 @@ def load(
     has_offsets = "text_offset" in columns and not any(batch["text_offset"].null_count for batch in batches)
     return Run(
         facts=found.facts,
-        shard=shard,
+        segment=segment,
         positions=column_of(batches, "position"),
         token_ids=column_of(batches, "token_id"),
         text_offsets=column_of(batches, "text_offset") if has_offsets else None,
@@ -157,7 +157,7 @@ def _matching(place: Source, run_id: str | None, offset: int) -> Iterator[WholeR
 
 
 def _runs_in(place: Source, offset: int = 0) -> Iterator[WholeRun]:
-    files = shards(place)
+    files = segments(place)
     if offset and files != [place]:
         raise ValueError(f"offset is a place in one file, and {place} is a directory")
     for file in files:

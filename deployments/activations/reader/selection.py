@@ -11,7 +11,7 @@ import pyarrow as pa
 from deployments.activations.facts import PointType
 from deployments.activations.files.places import File
 from deployments.activations.segments.batches import batches_of
-from deployments.activations.segments.schema import point_types, shard_facts
+from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
 from deployments.points.names import matching, nearest
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
         types = point_types(schema)
         if self.points is None:
             return types
-        layers = shard_facts(schema).layers
+        layers = segment_facts(schema).layers
         try:
             chosen = {name for pattern in self.points for name in matching(pattern, types, layers)}
         except ValueError as error:

@@ -40,7 +40,7 @@ class Located(NamedTuple):
     offset: int
 
 
-def shards(source: AnySource, session: str | None = None) -> list[File]:
+def segments(source: AnySource, session: str | None = None) -> list[File]:
     """The Arrow files of a store or session, or one file: of a store's directory also those in its bucket alone.
 
     FileNotFoundError if there is none, ElsewhereError if some lie on other nodes.
@@ -139,7 +139,7 @@ def chosen(
         found = find_runs(place, wanted.runs, session)
         if {run.run_id for run in found} == wanted.runs:
             return sorted({run.file for run in found}, key=str), wanted
-    return shards(place, session), wanted
+    return segments(place, session), wanted
 
 
 def on_disk(files: Sequence[File]) -> list[DiskFile]:

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from deployments.activations.facts import Entry, PointType
 from deployments.activations.files.places import DamagedError, File
 from deployments.activations.reader.loading import column_of, whole_run
-from deployments.activations.segments.schema import DTYPES, shard_facts
+from deployments.activations.segments.schema import DTYPES, segment_facts
 from deployments.activations.segments.segments import WholeRun
 from deployments.errors import RequestError
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
@@ -29,7 +29,7 @@ def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens:
     run = whole_run(file, entry.facts.run_id, entry.offset)
     if run is None:
         raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
-    types, modules = run.types, shard_facts(run.batches[0].schema).modules
+    types, modules = run.types, segment_facts(run.batches[0].schema).modules
     names = [_recorded(point, list(types), modules) for point in points]
     index = _index(run, tokens)
     if pattern := next((name for name in names if None in types[name].shape), None):

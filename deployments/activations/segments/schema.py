@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.facts import PointType, RunFacts, ShardFacts
+from deployments.activations.facts import PointType, RunFacts, SegmentFacts
 from deployments.activations.segments import checksums
 from deployments.points.names import COLUMNS, dtype_name
 from deployments.points.patterns import Patterns
@@ -42,7 +42,7 @@ class BatchFacts(NamedTuple):
 
 
 def to_batch(
-    shard: ShardFacts,
+    segment: SegmentFacts,
     *,
     run_id: str,
     sample_id: str | None,
@@ -76,7 +76,7 @@ def to_batch(
     )
     dtypes = {name: dtype_name(value.dtype) for name, value in points.items()}
     heads = {name: value.heads for name, value in points.items() if isinstance(value, Patterns)}
-    facts = json.dumps({"format": FORMAT, **asdict(shard), "dtypes": dtypes, "heads": heads}, sort_keys=True)
+    facts = json.dumps({"format": FORMAT, **asdict(segment), "dtypes": dtypes, "heads": heads}, sort_keys=True)
     batch = pa.record_batch([*fixed, *columns.values()], names=[*COLUMNS, *columns])
     return batch.replace_schema_metadata({_METADATA_KEY: facts})
 
@@ -128,10 +128,10 @@ def to_patterns(column: pa.LargeListArray, kind: PointType, first: int) -> Patte
     return Patterns(values, kind.shape[0] or 0, range(first, first + len(column)))
 
 
-def shard_facts(schema: pa.Schema) -> ShardFacts:
+def segment_facts(schema: pa.Schema) -> SegmentFacts:
     """What the runs of a file with this schema share; ValueError if `to_batch` did not make it."""
     facts = _said(schema)
-    return ShardFacts(**{item.name: facts[item.name] for item in fields(ShardFacts) if item.name in facts})
+    return SegmentFacts(**{item.name: facts[item.name] for item in fields(SegmentFacts) if item.name in facts})
 
 
 def owner(schema: pa.Schema) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Writes one shard: an uncompressed Arrow IPC file of complete runs, of which only the last may be unfinished."""
+"""Writes one segment: an uncompressed Arrow IPC file of complete runs, of which only the last may be unfinished."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batches = Sequence[pa.RecordBatch]
 Sums = Sequence[Mapping[str, str]]  # of each batch, the checksums of its columns
 
 
-class Shard:
+class Segment:
     """One Arrow IPC file of a session, appended to by this process alone.
 
     It has `rows` and, up to the end of the last whole run, `length` bytes, the footer included once `sealed`; a
@@ -62,7 +62,7 @@ class Shard:
         return StoredFile(self._path.as_uri(), self._synced.length, self.sealed, self._synced.rows, self._modified_ns)
 
     def append(self, run_id: str, batches: Batches, sums: Sums = ()) -> None:
-        """Write more of the run at the end, or begin one. OSError breaks the shard, which ends with the last run."""
+        """Write more of the run at the end, or begin one. OSError breaks the segment, which ends with the last run."""
         self._write(batches, batch_metadata(run_id, self._batches, len(batches)), sums)
 
     def finish(self, run: RunFacts, batches: Batches, sums: Sums = ()) -> Entry:
@@ -78,7 +78,7 @@ class Shard:
         return entry
 
     def rewind(self) -> None:
-        """Take away the run at the end that is not finished; a shard with no other is broken."""
+        """Take away the run at the end that is not finished; a segment with no other is broken."""
         if self._batches and not self.broken:
             self._cut(self.length, self.rows)
             self._rewound = True

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import Entry, Note, StoredRun, explain
 from deployments.activations.files.disk import directory
-from deployments.activations.segments.segment_writer import Shard
+from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.writer.open_runs import OpenRuns
 
 _SYNCS = 8  # files that are synced at a time: disks merge requests, and network file systems have latency
@@ -22,7 +22,7 @@ _Answer = tuple[Future[StoredRun], Entry]
 class _Sync(NamedTuple):
     """A file that is being made durable, and the runs that wait for it."""
 
-    shard: Shard
+    segment: Segment
     done: Future[None]
     runs: Sequence[_Answer]
 
@@ -36,7 +36,7 @@ class Commits:
 
     def __init__(self, root: Path, catalogue: Catalogue, runs: OpenRuns, wake: Callable[[], None]) -> None:
         self._root, self._catalogue, self._runs, self._wake = root, catalogue, runs, wake
-        self._written: dict[Shard, list[_Answer]] = {}
+        self._written: dict[Segment, list[_Answer]] = {}
         self._syncs: list[_Sync] = []
         self._threads = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
 
@@ -51,24 +51,26 @@ class Commits:
         return self.under_way and all(sync.done.done() for sync in self._syncs)
 
     @property
-    def shards(self) -> set[Shard]:
+    def segments(self) -> set[Segment]:
         """The files that must stay open."""
-        return {*self._written, *(sync.shard for sync in self._syncs)}
+        return {*self._written, *(sync.segment for sync in self._syncs)}
 
-    def add(self, shard: Shard, *answers: _Answer) -> None:
+    def add(self, segment: Segment, *answers: _Answer) -> None:
         """Runs, or more of an unfinished one, are written: the next group syncs the file and answers whole runs."""
-        self._written.setdefault(shard, []).extend(answers)
+        self._written.setdefault(segment, []).extend(answers)
 
     def begin(self) -> None:
         """Have what is written made durable, unless a group is already."""
         if self._syncs or not self._written:
             return
         written, self._written = self._written, {}
-        for shard in written:
-            shard.begin_sync()
-        new = any(not shard.is_named for shard in written)
+        for segment in written:
+            segment.begin_sync()
+        new = any(not segment.is_named for segment in written)
         root = self._threads.submit(_sync_root, self._root) if new else None  # once, before callers are answered
-        self._syncs = [_Sync(shard, self._threads.submit(_sync, shard, root), runs) for shard, runs in written.items()]
+        self._syncs = [
+            _Sync(segment, self._threads.submit(_sync, segment, root), runs) for segment, runs in written.items()
+        ]
         for sync in self._syncs:
             sync.done.add_done_callback(lambda _: self._wake())
 
@@ -84,11 +86,11 @@ class Commits:
             elif error:
                 raise error
             else:
-                sync.shard.end_sync()
+                sync.segment.end_sync()
                 durable += [sync] if sync.runs else []
         if durable:
-            stored = [(sync.shard, [entry for _, entry in sync.runs]) for sync in durable]
-            self._catalogue.add(*(Note(shard.session_id, entries, shard.facts()) for shard, entries in stored))
+            stored = [(sync.segment, [entry for _, entry in sync.runs]) for sync in durable]
+            self._catalogue.add(*(Note(segment.session_id, entries, segment.facts()) for segment, entries in stored))
         for sync in durable:
             for future, entry in sync.runs:
                 future.set_result(entry.stored())
@@ -107,12 +109,12 @@ class Commits:
 
     def _fail(self, sync: _Sync, error: OSError) -> None:
         """Its file now ends with what was durable before: what was written since is gone as well."""
-        sync.shard.fall_back()
-        since = self._written.pop(sync.shard, [])
+        sync.segment.fall_back()
+        since = self._written.pop(sync.segment, [])
         for future, _ in (*sync.runs, *since):
             future.set_exception(explain(self._root, error.with_traceback(None)))
         self._runs.forget(entry.facts for _, entry in since)
-        self._runs.abandon_those(lambda name, run: run.shard is sync.shard, str(explain(self._root, error)))
+        self._runs.abandon_those(lambda name, run: run.segment is sync.segment, str(explain(self._root, error)))
 
 
 def _sync_root(root: Path) -> None:
@@ -120,8 +122,8 @@ def _sync_root(root: Path) -> None:
         os.fsync(top)
 
 
-def _sync(shard: Shard, root: Future[None] | None) -> None:
+def _sync(segment: Segment, root: Future[None] | None) -> None:
     """Make a file durable, and, where it is new, its name."""
-    shard.sync()
-    if root and not shard.is_named:
+    segment.sync()
+    if root and not segment.is_named:
         root.result()

@@ -1,4 +1,4 @@
-"""Runs that arrive in chunks. Each has its own shard from its first chunk to its last."""
+"""Runs that arrive in chunks. Each has its own segment from its first chunk to its last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import Entry, RunFacts, RunName, StoreError, check_session_id, explain
 from deployments.activations.segments.schema import owner
-from deployments.activations.segments.segment_writer import Shard
+from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.writer.pool import Pool
 from deployments.activations.writer.retention import SessionManager
 
@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
 class OpenRun:
     """A run that is not finished; `touched` is when its last chunk came, in the monotonic clock's seconds."""
 
-    shard: Shard
+    segment: Segment
     chunks: int = 0
     touched: float = 0.0
     bytes: int = 0
@@ -84,7 +84,7 @@ class OpenRuns:
         """The sessions of which a run is open, or anything is not durable yet."""
         return self._written | {name.session_id for name in self._open}
 
-    def write(self, chunk: Chunk) -> tuple[Shard, Entry | None]:
+    def write(self, chunk: Chunk) -> tuple[Segment, Entry | None]:
         """Write one chunk; with the last one the run becomes an entry, not durable yet. StoreError ends the run."""
         self._check(chunk)
         name, entry = chunk.name, None
@@ -99,18 +99,18 @@ class OpenRuns:
             if chunk.part == 0:
                 self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))
             run = self._open[name]
-            length = run.shard.size
+            length = run.segment.size
             if chunk.run:
-                entry = run.shard.finish(chunk.run, chunk.batches, chunk.sums)
-                self._pool.give_back(self._open.pop(name).shard)
+                entry = run.segment.finish(chunk.run, chunk.batches, chunk.sums)
+                self._pool.give_back(self._open.pop(name).segment)
                 self._finished.add(name)
             else:
-                run.shard.append(name.run_id, chunk.batches, chunk.sums)
+                run.segment.append(name.run_id, chunk.batches, chunk.sums)
                 run.chunks += 1
                 run.bytes += size
                 self.renew(name)
-            self._manager.grow(name.session_id, run.shard.size - length)
-            return run.shard, entry
+            self._manager.grow(name.session_id, run.segment.size - length)
+            return run.segment, entry
         except (OSError, pa.ArrowException) as error:
             reason = explain(self._root, error)
         except StoreError as error:
@@ -121,14 +121,14 @@ class OpenRuns:
             self._remember(name, str(reason))
         raise reason  # out here without a context, whose frames would keep the batches alive
 
-    def abandon(self, name: RunName, reason: str) -> Shard | None:
-        """Take away what there is of an unfinished run, and refuse what comes later; the shard that it was on."""
+    def abandon(self, name: RunName, reason: str) -> Segment | None:
+        """Take away what there is of an unfinished run, and refuse what comes later; the segment that it was on."""
         if name in self._finished or self._catalogue.holds(*name):
             return None
         run = self._open.get(name)
         self._end(name)
         self._remember(name, reason)
-        return run.shard if run else None
+        return run.segment if run else None
 
     def abandon_those(self, which: Callable[[RunName, OpenRun], bool], reason: str) -> None:
         """Abandon the open runs for which `which` is true."""
@@ -145,9 +145,9 @@ class OpenRuns:
         """Finished runs are in the catalogue, or lost: their ids need not be known here any more."""
         self._finished.difference_update(RunName(run.session_id, run.run_id) for run in runs)
 
-    def settle(self, shards: Iterable[Shard]) -> None:
-        """Abandon runs past their lease, and drop records that are not needed; `shards` are not synced yet."""
-        self._written.intersection_update(shard.session_id for shard in shards)
+    def settle(self, segments: Iterable[Segment]) -> None:
+        """Abandon runs past their lease, and drop records that are not needed; `segments` are not synced yet."""
+        self._written.intersection_update(segment.session_id for segment in segments)
         now = time.monotonic()
         while self._lost and now - next(iter(self._lost.values()))[1] >= self._lease_s:
             self._lost.popitem(last=False)
@@ -171,14 +171,14 @@ class OpenRuns:
         if run and run.chunks != chunk.part:
             raise StoreError(f"Part {chunk.part} of run {name.run_id} came where {run.chunks} was to come")
         if run:
-            chunk.check_schema(run.shard.schema)
+            chunk.check_schema(run.segment.schema)
 
     def _end(self, name: RunName) -> None:
         if run := self._open.pop(name, None):
-            length = run.shard.size
-            run.shard.rewind()
-            self._manager.grow(name.session_id, (run.shard.size if run.shard.rows else 0) - length)
-            self._pool.give_back(run.shard)
+            length = run.segment.size
+            run.segment.rewind()
+            self._manager.grow(name.session_id, (run.segment.size if run.segment.rows else 0) - length)
+            self._pool.give_back(run.segment)
 
     def _remember(self, name: RunName, reason: str) -> None:
         self._lost[name] = (reason, time.monotonic())

@@ -1,6 +1,6 @@
-"""The writer: appends runs to shards on one thread, with group commit. It answers only once the bytes are durable.
+"""The writer: appends runs to segments on one thread, with group commit. It answers only once the bytes are durable.
 
-A shard is `<root>/<session_id>/<writer>-000001.arrow`.
+A segment is `<root>/<session_id>/<writer>-000001.arrow`.
 
 More than 300 lines, because each method for callers stands beside the thread's method that does the work.
 """
@@ -70,8 +70,8 @@ class Writer:
         root: Path,
         catalogue: Catalogue,
         *,
-        shard_bytes: int = 1 << 30,
-        open_shards: int = 64,
+        segment_bytes: int = 1 << 30,
+        open_segments: int = 64,
         idle_s: float = 30,
         lease_s: float = 900,
         owners: Owners | None = None,
@@ -81,7 +81,7 @@ class Writer:
         self._root, self._catalogue = root, catalogue
         self._queue: SimpleQueue[_Request | None] = SimpleQueue()  # None: something is synced, closed, or at its end
         wake = partial(self._queue.put, None)
-        self._pool = Pool(root, catalogue, shard_bytes, open_shards, idle_s, wake)
+        self._pool = Pool(root, catalogue, segment_bytes, open_segments, idle_s, wake)
         self._manager = SessionManager(root, catalogue, self._pool, owners, archive, nodes)
         self._runs = OpenRuns(root, catalogue, self._pool, self._manager, lease_s)
         self._commits = Commits(root, catalogue, self._runs, wake)
@@ -230,8 +230,8 @@ class Writer:
         self._commits.begin()
         if behind or last:
             self._commits.drain()
-        self._runs.settle(self._commits.shards)
-        self._pool.settle(self._commits.shards)
+        self._runs.settle(self._commits.segments)
+        self._pool.settle(self._commits.segments)
         for request in behind:
             self._do(request)
         if time.monotonic() >= self._look:
@@ -283,29 +283,29 @@ class Writer:
 
     def _write(self, chunk: Chunk) -> Future[StoredRun] | None:
         try:
-            shard, entry = self._runs.write(chunk)
+            segment, entry = self._runs.write(chunk)
         finally:
             chunk.batches.clear()
         if entry:
             durable = Future[StoredRun]()
-            self._commits.add(shard, (durable, entry))
+            self._commits.add(segment, (durable, entry))
             return durable
-        if shard.unsynced >= _SYNC_BYTES:
-            self._commits.add(shard)
+        if segment.unsynced >= _SYNC_BYTES:
+            self._commits.add(segment)
         return None
 
     def _abandon(self, name: RunName) -> None:
-        shard = self._runs.abandon(name, f"Run {name.run_id} was abandoned: send the request again.")
-        if shard and not shard.rows and shard in self._commits.shards:
+        segment = self._runs.abandon(name, f"Run {name.run_id} was abandoned: send the request again.")
+        if segment and not segment.rows and segment in self._commits.segments:
             self._commits.drain()  # a file that no run is in goes once nothing of it is being synced
-        self._pool.settle(self._commits.shards)
+        self._pool.settle(self._commits.segments)
 
     def _delete(
         self, session_id: str, account: Account, unless: Callable[[Set[str]], bool] | None
     ) -> bool | Future[bool]:
         if (unless and unless(self._runs.busy())) or not self._manager.may_delete(session_id, account):
             return False
-        if any(shard.session_id == session_id for shard in self._commits.shards):
+        if any(segment.session_id == session_id for segment in self._commits.segments):
             self._commits.drain()
         self._end_runs(session_id)
         return self._manager.delete(session_id)

@@ -15,8 +15,8 @@ from deployments.activations.facts import PointType, RunFacts
 from deployments.activations.files.places import File
 from deployments.activations.reader.row_index import RowIndex, index_rows
 from deployments.activations.reader.selection import Wanted, by_schema, select
-from deployments.activations.reader.sources import shards
-from deployments.activations.segments.schema import point_types, shard_facts
+from deployments.activations.reader.sources import segments
+from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import recorded
 from evals.config import EvalError
@@ -118,7 +118,7 @@ def find(
         OSError: The disk refuses.
     """
     try:
-        files = shards(store, session)
+        files = segments(store, session)
     except (FileNotFoundError, ValueError) as error:
         raise EvalError(f"--session {session}: {error}") from error
     (model, revision), names = _points(files, session, points)
@@ -153,7 +153,7 @@ def _points(files: Sequence[File], session: str, patterns: Sequence[str]) -> tup
     schemas = by_schema(files)
     models, kinds = Counter[tuple[str, str | None]](), dict[str, Counter[PointType]]()
     for schema, of in schemas:
-        facts = shard_facts(schema)
+        facts = segment_facts(schema)
         count = sum(1 for _ in select(of, Wanted(session))) if len(schemas) > 1 else 1
         models[facts.model, facts.revision] += count
         for name, kind in point_types(schema).items():
@@ -166,7 +166,7 @@ def _points(files: Sequence[File], session: str, patterns: Sequence[str]) -> tup
         raise EvalError(
             f"--session {session}: its runs are of several models, {listed}: collect each in a session of its own",
         )
-    layers = max((shard_facts(schema).layers or 0 for schema, _ in schemas), default=0) or None
+    layers = max((segment_facts(schema).layers or 0 for schema, _ in schemas), default=0) or None
     try:
         names = recorded(patterns, sorted(kinds, key=by_site), layers)
     except ValueError as error:

@@ -20,7 +20,7 @@ from deployments.activations.actors.store import ActivationStore
 from deployments.activations.archive import archive, uploads
 from deployments.activations.archive.archive import Archive
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
+from deployments.activations.facts import RunFacts, SegmentFacts, StoredRun
 from deployments.activations.files import places as uris
 from deployments.activations.files.places import Place
 from deployments.activations.segments.schema import to_batch
@@ -50,10 +50,10 @@ def _make(
     """A run whose last row is generated, of small float32 activations unless `points` says otherwise."""
     points = points or {"layers.0.output": torch.randn(3, 4)}
     rows = len(next(iter(points.values())))
-    shard = ShardFacts(session_id, "model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
+    segment = SegmentFacts(session_id, "model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
     batches = [
         to_batch(
-            shard,
+            segment,
             run_id=run_id,
             sample_id=facts.get("sample_id"),
             positions=index.tolist(),

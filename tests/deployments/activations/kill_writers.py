@@ -63,7 +63,7 @@ def main() -> int:
             for moment in moments(chance, KILLS):
                 turn += 1
                 job = {"root": str(root), "prefix": str(turn), "seed": chance.random(), "steps": 30}
-                said, code = run(job | {"shard_bytes": chance.choice([4_000, 20_000, 100_000])} | moment)
+                said, code = run(job | {"segment_bytes": chance.choice([4_000, 20_000, 100_000])} | moment)
                 killed += code == -signal.SIGKILL
                 stored += sum(words[0] == "stored" for words in said)
                 known.read(said)

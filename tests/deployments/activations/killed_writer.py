@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts, StoreError
+from deployments.activations.facts import RunFacts, SegmentFacts, StoreError
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
@@ -45,11 +45,11 @@ def made(session: str, run_id: str) -> tuple[RunFacts, torch.Tensor]:
 def batches(session: str, run_id: str, most: int) -> list[Any]:
     """The rows of `made` as record batches, `most` of them at most."""
     facts, values = made(session, run_id)
-    shard = ShardFacts(session, "model", None, "x", {}, {})
+    segment = SegmentFacts(session, "model", None, "x", {}, {})
     parts = [part.tolist() for part in np.array_split(np.arange(facts.tokens), most)]
     named = {"run_id": run_id, "sample_id": None, "prompt_tokens": facts.tokens}
     return [
-        to_batch(shard, **named, positions=part, token_ids=part, points={"p": values[part[0] : part[-1] + 1]})
+        to_batch(segment, **named, positions=part, token_ids=part, points={"p": values[part[0] : part[-1] + 1]})
         for part in parts
         if part
     ]
@@ -152,7 +152,7 @@ def child(job: dict[str, Any]) -> None:
         killed_at(*at)
     root = Path(job["root"])
     recover(root)
-    writer = Writer(root, Catalogue.rebuild(root), shard_bytes=job["shard_bytes"], open_shards=4)
+    writer = Writer(root, Catalogue.rebuild(root), segment_bytes=job["segment_bytes"], open_segments=4)
     Client(writer, job["prefix"], random.Random(job["seed"])).go(job["steps"])
     writer.close()
 

@@ -27,7 +27,7 @@ from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, name_of
 from deployments.activations.filters import Choice, Filter
 from deployments.activations.limits import Retention
-from deployments.activations.reader.sources import shards
+from deployments.activations.reader.sources import segments
 from deployments.activations.segments.verify import verify
 from deployments.activations.state.nodes import uri_of
 from deployments.activations.state.state import Pins
@@ -598,10 +598,10 @@ def test_who_reads_by_the_buckets_uri_uses_the_manifest(bucket, head, make, tmp_
     assert bucket.server.sent < 1_000_000  # and not the 16 MB beside them
     assert len([1 for method, path in bucket.server.requests if method == "HEAD" and ".arrow" in path]) <= 4  # opens
     assert sorted(run.run_id for run in runs(bucket.uri("session"))) == sorted(one.facts.run_id for one in made)
-    assert all(verify(file).ok for file in shards(bucket.uri("")))
-    assert len(shards(bucket.uri(""), "other")) == 1
+    assert all(verify(file).ok for file in segments(bucket.uri("")))
+    assert len(segments(bucket.uri(""), "other")) == 1
     with pytest.raises(FileNotFoundError, match="never"):
-        shards(bucket.uri(""), "never")
+        segments(bucket.uri(""), "never")
     [written] = export(bucket.uri(""), tmp_path / "to", "pt", run=["s1"])
     assert torch.equal(torch.load(written)[0], made[2].points[POINT])
     for command, said in ((["ls"], "session"), (["ls", "session"], "s3 "), (["verify", "session"], "session")):
@@ -632,7 +632,7 @@ def test_a_bucket_of_an_earlier_version_reads_bit_for_bit_and_gets_a_manifest(
 ):
     put_old(bucket)
     check_old(bucket.uri("session"))
-    assert len(shards(bucket.uri(""))) == 3  # joined objects and those of a deleted session count no more
+    assert len(segments(bucket.uri(""))) == 3  # joined objects and those of a deleted session count no more
     one = head()
     assert "is pinned, 2 sessions: which were is not known here" in caplog.text
     assert [run["run_id"] for run in one.catalogue.runs()] == ["r0", "r1", "r2", "r3", "r4"]

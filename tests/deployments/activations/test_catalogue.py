@@ -358,16 +358,16 @@ import sys
 from pathlib import Path
 import torch
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 
 root, name = Path(sys.argv[1]), sys.argv[2]
-writer = Writer(root, Catalogue.rebuild(root), shard_bytes=5000)
+writer = Writer(root, Catalogue.rebuild(root), segment_bytes=5000)
 for i in range(10000):
-    shard = ShardFacts("s", "model", None, "x", {}, {})
+    segment = SegmentFacts("s", "model", None, "x", {}, {})
     run_id = f"{name}-{i}"
-    batch = to_batch(shard, run_id=run_id, sample_id=None, positions=[0], token_ids=[0], prompt_tokens=1,
+    batch = to_batch(segment, run_id=run_id, sample_id=None, positions=[0], token_ids=[0], prompt_tokens=1,
                      points={"p": torch.zeros(1, 8)})
     writer.submit(RunFacts(run_id, "s", "model", float(i), 1, 1), [batch]).result()
     print(run_id, flush=True)

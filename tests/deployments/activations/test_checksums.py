@@ -50,9 +50,9 @@ def sealed(make, tmp_path_factory):
 
 
 @pytest.fixture
-def shard(sealed, tmp_path):
+def segment(sealed, tmp_path):
     """A copy of it."""
-    return Path(shutil.copy(sealed, tmp_path / "shard.arrow"))
+    return Path(shutil.copy(sealed, tmp_path / "segment.arrow"))
 
 
 def place_of(data: bytes, value: torch.Tensor) -> int:
@@ -88,14 +88,14 @@ def flipped(path: Path, at: int, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
-def test_a_tag_that_changes_is_found_and_its_run_is_named(shard):
-    at = shard.read_bytes().rindex(b'"of": "r1"') + 8  # in the second run's
-    flipped(shard, at)
-    found = verify(shard)
+def test_a_tag_that_changes_is_found_and_its_run_is_named(segment):
+    at = segment.read_bytes().rindex(b'"of": "r1"') + 8  # in the second run's
+    flipped(segment, at)
+    found = verify(segment)
     assert (found.state, found.runs, found.damaged) == ("damaged", 1, {"r1": ["facts"]})
     with pytest.raises(DamagedError, match="run r1: .*tags"):
-        load(shard, "r1", verify=True)
-    assert load(shard, "r0", verify=True).facts.tags == {"of": "r0"}
+        load(segment, "r1", verify=True)
+    assert load(segment, "r0", verify=True).facts.tags == {"of": "r0"}
 
 
 def buffers(path: Path) -> dict[str, list[tuple[int, int]]]:
@@ -143,17 +143,17 @@ def test_a_bit_that_flips_in_any_region_of_a_file_is_found(sealed, tmp_path):
 
 
 @pytest.mark.parametrize("word", [b"r1", b"sample of r1"])
-def test_a_row_that_names_another_run_or_sample_is_found(shard, word):
-    data = bytearray(shard.read_bytes())
+def test_a_row_that_names_another_run_or_sample_is_found(segment, word):
+    data = bytearray(segment.read_bytes())
     column = (word * 2).ljust(len(word) * 2)
     at = data.rindex(column)
     data[at + len(word) - 1 : at + len(word)] = b"X"
-    shard.write_bytes(data)
-    assert verify(shard).damaged == {"r1": ["run_id" if word == b"r1" else "sample_id", "layout"]}
+    segment.write_bytes(data)
+    assert verify(segment).damaged == {"r1": ["run_id" if word == b"r1" else "sample_id", "layout"]}
 
 
-def test_a_checksum_is_what_the_page_of_the_format_says(shard):
-    for batch in batches_of(shard):
+def test_a_checksum_is_what_the_page_of_the_format_says(segment):
+    for batch in batches_of(segment):
         plain = {
             "position": batch["position"].to_numpy(),
             "phase": batch["phase"].indices.to_numpy(),
@@ -168,19 +168,19 @@ def test_a_checksum_is_what_the_page_of_the_format_says(shard):
         }
 
 
-def test_points_that_leave_over_http_keep_their_checksums(shard):
-    body = b"".join(as_arrow([shard], Wanted(points={B})).read())
+def test_points_that_leave_over_http_keep_their_checksums(segment):
+    body = b"".join(as_arrow([segment], Wanted(points={B})).read())
     for (batch, metadata), message in zip(
-        pa.ipc.open_stream(body).iter_batches_with_custom_metadata(), batches_of(shard), strict=True
+        pa.ipc.open_stream(body).iter_batches_with_custom_metadata(), batches_of(segment), strict=True
     ):
         said = dict(zip(message.schema.names[2:], message.metadata[b"xxh3"].decode().split(","), strict=True))
         assert metadata[b"xxh3"].decode().split(",") == [said[name] for name in batch.schema.names[2:]]
 
 
-def test_a_file_of_the_format_before_is_read_and_has_nothing_to_compare(shard, tmp_path):
+def test_a_file_of_the_format_before_is_read_and_has_nothing_to_compare(segment, tmp_path):
     old = tmp_path / "old.arrow"
     keys = (b"run_id", b"batch", b"batches", b"run")
-    given = list(batches_of(shard))
+    given = list(batches_of(segment))
     names = [name for name in given[0].schema.names if name != "text_offset"]
     with pa.ipc.new_file(old, given[0].select(names).schema) as writer:
         for message in given:
@@ -188,18 +188,18 @@ def test_a_file_of_the_format_before_is_read_and_has_nothing_to_compare(shard, t
             writer.write_batch(message.select(names), custom_metadata=metadata)
     assert verify(old).ok
     assert [run.run_id for run in runs(old)] == ["r0", "r1"]
-    assert torch.equal(load(old, "r1", verify=True)[A], load(shard, "r1")[A])
+    assert torch.equal(load(old, "r1", verify=True)[A], load(segment, "r1")[A])
     assert pa.ipc.open_stream(b"".join(as_arrow([old], Wanted()).read())).read_all().num_rows == 8
 
 
-def test_the_reader_on_the_page_of_the_format_reads_every_run(shard):
+def test_the_reader_on_the_page_of_the_format_reads_every_run(segment):
     page = (REPOSITORY / "docs" / "format.md").read_text()
     names = {}
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)  # noqa: S102 - the page's own words
-    read = list(names["read"](str(shard)))
+    read = list(names["read"](str(segment)))
     assert [facts["run_id"] for facts, _ in read] == ["r0", "r1"]
     for facts, table in read:
-        run = load(shard, facts["run_id"])
+        run = load(segment, facts["run_id"])
         assert facts["sample_id"] == run.facts.sample_id
         bits = torch.from_numpy(table[B].combine_chunks().to_numpy_ndarray().copy())
         assert torch.equal(bits.view(torch.bfloat16).view(torch.uint8), run[B].view(torch.uint8))

@@ -69,7 +69,7 @@ def test_the_files_are_as_many_as_the_long_runs_at_one_time(make, open_sender):
 
 
 def test_many_senders_at_once_keep_their_runs_apart(make, open_sender, tmp_path):
-    sender = open_sender(shard_bytes=20_000)
+    sender = open_sender(segment_bytes=20_000)
     made = [make(f"r{k:02}", {POINT: torch.randn(12, 4)}, parts=1 + k % 6) for k in range(48)]
 
     def send(item):
@@ -90,7 +90,7 @@ def test_many_senders_at_once_keep_their_runs_apart(make, open_sender, tmp_path)
 
 
 def test_a_long_run_is_never_split_and_its_full_file_is_sealed(make, open_sender):
-    sender = open_sender(shard_bytes=2000)
+    sender = open_sender(segment_bytes=2000)
     made = make("r", {POINT: torch.randn(400, 4)}, parts=10)
     for part in range(9):
         sender.append(made, part)
@@ -102,8 +102,8 @@ def test_a_long_run_is_never_split_and_its_full_file_is_sealed(make, open_sender
     assert torch.equal(load(path)[POINT], made.points[POINT])
 
 
-def test_only_shards_that_no_run_is_using_are_sealed_when_idle_or_too_many(make, long, open_sender):
-    sender = open_sender(idle_s=0, open_shards=1)
+def test_only_segments_that_no_run_is_using_are_sealed_when_idle_or_too_many(make, long, open_sender):
+    sender = open_sender(idle_s=0, open_segments=1)
     sender.append(long, 0)
     [used] = sender.files()
     sender.finish(make("short"))

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from deployments.activations import load, runs
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts, StoreError
+from deployments.activations.facts import RunFacts, SegmentFacts, StoreError
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.segments.segments import is_sealed
 from deployments.activations.writer.recovery import recover
@@ -29,10 +29,10 @@ SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=2)  # rows of each batc
 
 
 def batch(session, run_id, values, first):
-    shard = ShardFacts(session, "model", None, "x", {}, {})
+    segment = SegmentFacts(session, "model", None, "x", {}, {})
     index = range(first, first + len(values))
     return to_batch(
-        shard, run_id=run_id, sample_id=None, positions=index, token_ids=index, prompt_tokens=2, points={"p": values}
+        segment, run_id=run_id, sample_id=None, positions=index, token_ids=index, prompt_tokens=2, points={"p": values}
     )
 
 

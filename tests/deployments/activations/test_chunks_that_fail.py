@@ -153,15 +153,15 @@ CRASHING = """
 import sys, torch
 from pathlib import Path
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 
-writer = Writer(Path(sys.argv[1]), Catalogue(), shard_bytes=400_000)
-shard = ShardFacts("session", "model", None, "x", {}, {})
+writer = Writer(Path(sys.argv[1]), Catalogue(), segment_bytes=400_000)
+segment = SegmentFacts("session", "model", None, "x", {}, {})
 
 def rows(number, part):
-    return to_batch(shard, run_id=f"r{number}", sample_id=None, positions=[part], token_ids=[0], prompt_tokens=1,
+    return to_batch(segment, run_id=f"r{number}", sample_id=None, positions=[part], token_ids=[0], prompt_tokens=1,
                     points={"p": torch.full((1, 512), float(number))})
 
 for turn in range(10**9):

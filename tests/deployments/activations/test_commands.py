@@ -18,7 +18,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.arrow_streams import as_arrow
 from deployments.activations.export.exports import Format
 from deployments.activations.reader.selection import Wanted
-from deployments.activations.reader.sources import shards
+from deployments.activations.reader.sources import segments
 from deployments.activations.segments.batches import batches_of
 from deployments.activations.segments.segments import is_sealed, whole_runs
 from deployments.activations.segments.verify import verify
@@ -151,7 +151,7 @@ def test_whole_files_are_said_to_be_whole(cli):
 
 
 def test_of_a_file_cut_anywhere_verify_says_what_load_can_still_read(store, made, tmp_path):
-    path = next(file.local for file in shards(store) if len(runs(file)) == 2)
+    path = next(file.local for file in segments(store) if len(runs(file)) == 2)
     data, seen = path.read_bytes(), set()
     ends = [item.end for item in batches_of(path)]
     whole = [ends[i] for i in (1, 3)]
@@ -171,7 +171,7 @@ def test_of_a_file_cut_anywhere_verify_says_what_load_can_still_read(store, made
 
 
 def test_damage_within_a_sealed_file_is_found_and_named(cli, store):
-    path = next(file.local for file in shards(store) if len(runs(file)) == 2)
+    path = next(file.local for file in segments(store) if len(runs(file)) == 2)
     data = bytearray(path.read_bytes())
     start = next(whole_runs(path)).bytes  # where the second run begins
     data[start : start + 64] = b"\xff" * 64
@@ -190,7 +190,7 @@ def server(store):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.server.seen = (self.path, self.headers["Authorization"])
-            body = self.server.body or b"".join(as_arrow(shards(store), Wanted()).read())
+            body = self.server.body or b"".join(as_arrow(segments(store), Wanted()).read())
             first = int(re.fullmatch(r"bytes=(\d+)-\d+", self.headers["Range"])[1])
             page = body[first : first + self.server.page]
             tags = [self.headers["If-Match"]] if first else []
@@ -222,7 +222,7 @@ def test_a_pulled_session_is_the_servers_bit_for_bit(cli, store, server, made, t
     path, key = server.seen
     assert path == f"/v1/activations/session/session/data?run=r1&points={POINT}&format=arrow"
     assert key == "Bearer sk-of-the-environment"
-    files = shards(tmp_path / "laptop")
+    files = segments(tmp_path / "laptop")
     assert len(files) == 2
     assert all(is_sealed(file) and verify(file).ok for file in files)
     for one in made:
@@ -264,7 +264,7 @@ def test_an_answer_that_is_no_arrow_stream_is_said_to_be_none(cli, server, tmp_p
 
 
 def test_streams_of_several_tables_are_read_one_behind_the_other(store):
-    file = io.BytesIO(b"".join(as_arrow(shards(store), Wanted()).read()))
+    file = io.BytesIO(b"".join(as_arrow(segments(store), Wanted()).read()))
     tables = [pa.ipc.open_stream(file).read_all() for _ in range(2)]
     assert [table["run_id"].unique().to_pylist() for table in tables] == [["r1", "r2"], ["r3"]]
     assert not file.read()

@@ -23,7 +23,7 @@ from deployments.activations.export import tensor_files
 from deployments.activations.export.exports import export, pt_name
 from deployments.activations.export.tensor_files import FACTS, tensors
 from deployments.activations.reader.selection import Wanted, select
-from deployments.activations.reader.sources import shards
+from deployments.activations.reader.sources import segments
 from deployments.activations.segments.segments import whole_runs
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
@@ -233,7 +233,7 @@ def test_no_file_is_overwritten_unless_that_is_asked_for(store, tmp_path, format
 
 
 def test_of_a_file_that_is_cut_short_its_whole_runs_are_exported(store, tmp_path):
-    path = shards(store, "session")[0].local
+    path = segments(store, "session")[0].local
     torn = tmp_path / "torn.arrow"
     torn.write_bytes(path.read_bytes()[: next(whole_runs(path)).bytes + 100])
     assert names(export(torn, tmp_path / "to", "npz")) == ["activations_session_r1.npz"]
@@ -242,15 +242,15 @@ def test_of_a_file_that_is_cut_short_its_whole_runs_are_exported(store, tmp_path
 def test_links_below_a_store_are_not_followed(store, tmp_path):
     (tmp_path / "outer").mkdir()
     (tmp_path / "outer" / "link").symlink_to(store / "session")
-    assert shards(tmp_path / "outer") == []
+    assert segments(tmp_path / "outer") == []
     with pytest.raises(FileNotFoundError, match="no session 'link'"):
-        shards(tmp_path / "outer", "link")
+        segments(tmp_path / "outer", "link")
 
 
 def test_more_tensors_than_one_file_should_name_are_refused(store, monkeypatch):
     monkeypatch.setattr(tensor_files, "MOST_TENSORS", 5)
     with pytest.raises(RequestError, match="name fewer runs") as refused:
-        tensors(select(shards(store), Wanted("session")), prefixed=True)
+        tensors(select(segments(store), Wanted("session")), prefixed=True)
     assert refused.value.code == "too_many_tensors"
 
 

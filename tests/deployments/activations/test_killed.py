@@ -127,7 +127,7 @@ def kill_again_and_again(forked, folder: Path, seed: int) -> tuple[int, int]:
     root.mkdir()
     for turn, moment in enumerate(moments(chance, KILLS)):
         job = {"root": str(root), "prefix": f"{seed}-{turn}", "seed": chance.random(), "steps": 30}
-        said, code = forked(job | {"shard_bytes": chance.choice([4_000, 20_000, 100_000])} | moment)
+        said, code = forked(job | {"segment_bytes": chance.choice([4_000, 20_000, 100_000])} | moment)
         assert code in (0, -signal.SIGKILL)
         killed += code != 0
         stored += sum(words[0] == "stored" for words in said)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import deployments.activations
 from deployments.activations import load, runs
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.segments.segments import is_sealed
 from deployments.activations.writer.writer import Writer
@@ -68,7 +68,7 @@ def test_what_is_read_is_what_was_written_bit_by_bit(make, drawn, sealed):
             assert is_sealed(Path(point.uri.removeprefix("file://"))) == sealed
         rows = len(run.positions)
         assert run.facts == made.facts
-        assert (run.shard.architecture, list(run)) == ("Qwen3ForCausalLM", list(points))
+        assert (run.segment.architecture, list(run)) == ("Qwen3ForCausalLM", list(points))
         assert run.positions.tolist() == list(range(rows))
         assert run.token_ids.tolist() == list(range(100, 100 + rows))
         assert run.phases == ["prompt"] * (rows - 1) + ["generated"]
@@ -81,8 +81,8 @@ def some_patterns(rows, heads=2, first=0):
 
 
 @pytest.fixture
-def shard(make, open_writer):
-    """An unsealed shard of three runs of two batches each, and what was written."""
+def segment(make, open_writer):
+    """An unsealed segment of three runs of two batches each, and what was written."""
     writer = open_writer()
     points = lambda: {"layers.0.output": torch.randn(3, 4), "layers.0.attention.weights": some_patterns(3)}  # noqa: E731
     made = [make(f"r{number}", points(), parts=2) for number in range(3)]
@@ -90,8 +90,8 @@ def shard(make, open_writer):
     return Path(stored[0].points["layers.0.output"].uri.removeprefix("file://")), made
 
 
-def test_a_run_cut_off_by_a_crash_is_not_listed(shard, tmp_path):
-    path, made = shard
+def test_a_run_cut_off_by_a_crash_is_not_listed(segment, tmp_path):
+    path, made = segment
     whole, torn = path.read_bytes(), tmp_path / "torn.arrow"
     seen = set()
     for length in (*range(0, len(whole), 7), len(whole)):  # odd, so that no alignment is left out
@@ -106,15 +106,15 @@ def test_a_run_cut_off_by_a_crash_is_not_listed(shard, tmp_path):
     assert seen == {0, 1, 2, 3}
 
 
-def test_each_run_of_a_shared_file_is_found_by_its_id(shard):
-    path, made = shard
+def test_each_run_of_a_shared_file_is_found_by_its_id(segment):
+    path, made = segment
     for source in (path, path.parent, path.as_uri(), str(path)):
         for item in made:
             assert torch.equal(load(source, item.facts.run_id)["layers.0.output"], item.points["layers.0.output"])
 
 
-def test_a_plain_arrow_stream_reader_understands_an_open_shard(shard):
-    path, made = shard
+def test_a_plain_arrow_stream_reader_understands_an_open_segment(segment):
+    path, made = segment
     with path.open("rb") as file:
         file.seek(8)
         table = pa.ipc.open_stream(file).read_all()
@@ -137,10 +137,10 @@ def test_patterns_are_a_sequence_of_rows_that_grow_and_views_of_one_tensor(make,
 
 
 def test_patterns_of_the_last_tokens_know_their_positions(open_writer, tmp_path):
-    patterns, shard = some_patterns(4, first=9), ShardFacts("session", "model", None, "x", {}, {})
+    patterns, segment = some_patterns(4, first=9), SegmentFacts("session", "model", None, "x", {}, {})
     given = {"run_id": "r", "sample_id": None, "prompt_tokens": 10}
     batches = [
-        to_batch(shard, positions=part.positions, token_ids=part.positions, points={"p": part}, **given)
+        to_batch(segment, positions=part.positions, token_ids=part.positions, points={"p": part}, **given)
         for part in (patterns[:1], patterns[1:3], patterns[3:])
     ]
     open_writer().submit(RunFacts("r", "session", "model", 0.0, 10, 13), batches).result()
@@ -154,21 +154,21 @@ def test_patterns_of_the_last_tokens_know_their_positions(open_writer, tmp_path)
 
 def test_patterns_that_are_not_those_of_the_rows_are_refused():
     given = {"run_id": "r", "sample_id": None, "prompt_tokens": 10, "token_ids": [1, 2, 3]}
-    shard = ShardFacts("session", "model", None, "x", {}, {})
+    segment = SegmentFacts("session", "model", None, "x", {}, {})
     with pytest.raises(ValueError, match="p: patterns at"):
-        to_batch(shard, positions=[4, 5, 6], points={"p": some_patterns(3)}, **given)
+        to_batch(segment, positions=[4, 5, 6], points={"p": some_patterns(3)}, **given)
     with pytest.raises(ValueError, match="heads"):
         Patterns(torch.zeros(11), 2, range(3))
 
 
-def test_a_run_must_be_named_where_there_are_several(shard):
+def test_a_run_must_be_named_where_there_are_several(segment):
     with pytest.raises(ValueError, match="r0, r1"):
-        load(shard[0])
+        load(segment[0])
 
 
-def test_an_unknown_run_is_answered_with_those_there_are(shard):
+def test_an_unknown_run_is_answered_with_those_there_are(segment):
     with pytest.raises(ValueError, match="'r9'.*r0, r1"):
-        load(shard[0], "r9")
+        load(segment[0], "r9")
 
 
 def test_the_only_run_needs_no_name_and_points_are_chosen_in_order(make, open_writer, tmp_path):

@@ -22,7 +22,7 @@ from deployments.activations.export.tensor_files import WRITERS, tensors
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import Choice
 from deployments.activations.reader.selection import Wanted, select
-from deployments.activations.reader.sources import shards
+from deployments.activations.reader.sources import segments
 from deployments.activations.segments.batches import batches_of
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
@@ -72,7 +72,7 @@ def mixed(make, tmp_path_factory):
 @given(data=st.data())
 def test_pages_of_any_sizes_in_any_order_join_to_the_whole_file(mixed, format, data):
     root, found = mixed
-    files = shards(root, "session")
+    files = segments(root, "session")
     if format == "arrow":
         whole = b"".join(as_arrow(files, Wanted()).read())
     else:

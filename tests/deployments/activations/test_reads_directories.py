@@ -14,7 +14,7 @@ from deployments.activations.__main__ import main
 from deployments.activations.catalogue.buckets import ARCHIVE
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.export.exports import export
-from deployments.activations.reader.sources import shards
+from deployments.activations.reader.sources import segments
 from deployments.activations.reader.tables import runs_table, table
 from deployments.activations.reader.training import ActivationRows
 from tests.waiting import until
@@ -52,7 +52,7 @@ def test_a_session_is_read_as_a_whole_by_every_reader(evicted, tmp_path, folder)
     assert torch.equal(torch.tensor(found[POINT].to_pylist()), wanted)
     assert torch.equal(indexed(source, **of), wanted)
     assert len(export(source, tmp_path / "to", "npz", **of)) == len(RUNS)
-    assert [file.local is None for file in shards(source, **of)] == [True, True, False, False]
+    assert [file.local is None for file in segments(source, **of)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("is_listed", [True, False])

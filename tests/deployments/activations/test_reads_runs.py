@@ -247,7 +247,7 @@ def test_a_run_is_read_by_its_id_alone_wherever_its_file_is(stored, monkeypatch)
     assert table("run-1", [POINT]).num_rows == ROWS
     assert runs_table("run-1")["run_id"].to_pylist() == ["run-1"]
     monkeypatch.setattr(Catalogue, "copied", None)  # the database says where: no file is looked for
-    monkeypatch.setattr(sources, "shards", None)
+    monkeypatch.setattr(sources, "segments", None)
     assert runs_table(stored.root, runs=["run-1", "r0"])["run_id"].to_pylist() == ["run-1", "r0"]
 
 

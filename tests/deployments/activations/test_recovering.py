@@ -83,7 +83,7 @@ def test_what_a_writer_holds_is_left_to_it(make, long, open_sender, tmp_path):
 
 
 def test_stores_that_start_beside_a_writer_take_none_of_its_files(make, open_sender, tmp_path):
-    sender, over = open_sender(shard_bytes=1), threading.Event()
+    sender, over = open_sender(segment_bytes=1), threading.Event()
 
     def start_again_and_again():
         while not over.is_set():

@@ -121,7 +121,7 @@ def test_a_long_run_is_refused_at_the_chunk_that_is_too_much_and_others_go_on(ke
 )
 def test_what_is_used_is_what_the_files_have(big, settle, tmp_path_factory, steps, quota):
     root = tmp_path_factory.mktemp("store")
-    writer, opened = Writer(root, Catalogue.rebuild(root), shard_bytes=2 * RUN), {}
+    writer, opened = Writer(root, Catalogue.rebuild(root), segment_bytes=2 * RUN), {}
     writer.retain(Retention(max_store_bytes=max(1, quota * RUN), delete_oldest=quota % 2 == 1)).result()
     for number, (session, step) in enumerate(steps):
         name = f"s{session}"

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.activations.facts import RunFacts, ShardFacts, StoreError, check_session_id
+from deployments.activations.facts import RunFacts, SegmentFacts, StoreError, check_session_id
 from deployments.activations.segments.schema import batch_facts, batch_metadata, to_batch
 
-SHARD = ShardFacts("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})
+SEGMENT = SegmentFacts("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})
 
 
 def batch(points, positions=(0, 1, 2), **options):
     given = {"run_id": "r", "sample_id": None, "token_ids": [7, 8, 9], "prompt_tokens": 2, **options}
-    return to_batch(SHARD, positions=positions, points=points, **given)
+    return to_batch(SEGMENT, positions=positions, points=points, **given)
 
 
 @given(st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", fullmatch=True))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.reader.sources import shards
+from deployments.activations.reader.sources import segments
 from deployments.activations.reader.tables import runs_table, table
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
@@ -50,7 +50,7 @@ def made(make):
 def store(made, make, tmp_path_factory):
     """Those in the session `session` in several files, and a run of another point in `other`."""
     root = tmp_path_factory.mktemp("store")
-    writer = Writer(root, Catalogue(), shard_bytes=4000)
+    writer = Writer(root, Catalogue(), segment_bytes=4000)
     for one in (*made, make("else", {"norm.output": torch.ones(2, 3)}, session_id="other")):
         writer.submit(one.facts, one.batches).result()
     writer.close()
@@ -99,7 +99,7 @@ def test_large_batches_are_views_of_the_file(make, open_writer, tmp_path):
     assert pa.total_allocated_bytes() - before < 1 << 20
     values = found[POINT].chunk(0).to_numpy_ndarray()
     assert np.array_equal(values, made.points[POINT].numpy())
-    assert is_mapped(values, shards(tmp_path)[0])
+    assert is_mapped(values, segments(tmp_path)[0])
 
 
 def test_runs_are_a_table_with_what_they_are(store, made):

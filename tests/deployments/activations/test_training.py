@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.reader import training
 from deployments.activations.reader.row_index import index_rows
-from deployments.activations.reader.sources import shards
+from deployments.activations.reader.sources import segments
 from deployments.activations.reader.training import ActivationRows
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
@@ -104,11 +104,11 @@ def layouts(draw):
     st.booleans(),
 )
 def test_every_row_comes_once_an_epoch_bit_for_bit(make, layout, tokens, size, window, piece, ranks, shuffle):
-    runs, names, shard_bytes = layout
+    runs, names, segment_bytes = layout
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(training, "_PIECE", piece)
         made = [make(f"r{i}", points, parts=parts) for i, (points, parts) in enumerate(runs)]
-        stored(Path(folder), made, shard_bytes=shard_bytes)
+        stored(Path(folder), made, segment_bytes=segment_bytes)
         expected = written(made, names, tokens)
         if not expected:
             with pytest.raises(ValueError, match="no run has rows"):
@@ -131,8 +131,8 @@ def test_every_row_comes_once_an_epoch_bit_for_bit(make, layout, tokens, size, w
 def session(make, tmp_path):
     """Thirty runs of 40 tokens in several files: the store's root."""
     made = [make(f"r{i:02}", {POINT: torch.full((40, 4), i).bfloat16()}, tags={"label": str(i % 2)}) for i in range(30)]
-    stored(tmp_path, made, shard_bytes=8000)
-    assert len(shards(tmp_path)) > 3
+    stored(tmp_path, made, segment_bytes=8000)
+    assert len(segments(tmp_path)) > 3
     return tmp_path
 
 
@@ -220,8 +220,8 @@ def test_threads_that_share_a_reader_never_share_a_batchs_memory(session):
 
 
 def test_a_store_may_have_more_files_than_a_process_may_open(make, tmp_path):
-    stored(tmp_path, [make(f"r{i}", {POINT: torch.full((4, 4), i).bfloat16()}) for i in range(90)], shard_bytes=1)
-    assert len(shards(tmp_path)) == 90
+    stored(tmp_path, [make(f"r{i}", {POINT: torch.full((4, 4), i).bfloat16()}) for i in range(90)], segment_bytes=1)
+    assert len(segments(tmp_path)) == 90
     check = f"""
 import resource
 from deployments.activations.reader.training import ActivationRows
@@ -278,7 +278,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(make, tmp_path, given, e
 
 def test_a_file_that_was_cut_since_is_named(session):
     rows = ActivationRows(session, [POINT], batch_size=2)
-    path = shards(session)[-1].local
+    path = segments(session)[-1].local
     os.truncate(path, 100)
     with pytest.raises(ValueError, match=f"{path.name} is shorter than when it was indexed"):
         next(iter(rows))

@@ -52,8 +52,8 @@ def test_sessions_and_schemas_have_files_of_their_own(make, open_writer, tmp_pat
     assert (len(files(tmp_path)), len(files(tmp_path, "other"))) == (3, 1)
 
 
-def test_a_full_shard_is_sealed_and_the_next_run_begins_another(make, open_writer, settle, tmp_path):
-    writer = open_writer(shard_bytes=4000)
+def test_a_full_segment_is_sealed_and_the_next_run_begins_another(make, open_writer, settle, tmp_path):
+    writer = open_writer(segment_bytes=4000)
     write(writer, *(make(f"r{number}") for number in range(10)))
     settle(writer)
     *full, _ = sealed = [is_sealed(path) for path in files(tmp_path)]
@@ -63,8 +63,8 @@ def test_a_full_shard_is_sealed_and_the_next_run_begins_another(make, open_write
     assert len(runs(tmp_path / "session")) == 10
 
 
-def test_the_longest_idle_shard_is_sealed_when_too_many_are_open(make, open_writer, settle, tmp_path):
-    writer = open_writer(open_shards=2)
+def test_the_longest_idle_segment_is_sealed_when_too_many_are_open(make, open_writer, settle, tmp_path):
+    writer = open_writer(open_segments=2)
     for number, session in enumerate(["a", "b", "a", "c"]):
         write(writer, make(f"r{number}", session_id=session))
     settle(writer)
@@ -211,18 +211,18 @@ CRASHING = """
 import sys, torch
 from pathlib import Path
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 
-writer = Writer(Path(sys.argv[1]), Catalogue(), shard_bytes=200_000)
-shard = ShardFacts("session", "model", None, "x", {}, {})
+writer = Writer(Path(sys.argv[1]), Catalogue(), segment_bytes=200_000)
+segment = SegmentFacts("session", "model", None, "x", {}, {})
 for number in range(10**9):
     run, futures = f"r{number}", []
     for k in range(4):
         run = f"r{number * 4 + k}"
         batches = [
-            to_batch(shard, run_id=run, sample_id=None, positions=[part], token_ids=[0], prompt_tokens=1,
+            to_batch(segment, run_id=run, sample_id=None, positions=[part], token_ids=[0], prompt_tokens=1,
                      points={"p": torch.full((1, 512), float(number * 4 + k))})
             for part in range(3)
         ]

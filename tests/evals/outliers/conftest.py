@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 
@@ -19,9 +19,9 @@ def _record(store: Path, runs: Mapping[str, Mapping[str, torch.Tensor]], *, mode
     with closing(Writer(store, Catalogue())) as writer:
         for run_id, points in runs.items():
             rows = len(next(iter(points.values())))
-            shard = ShardFacts("s", model, None, "Any", {}, {name: f"model.{name}" for name in points})
+            segment = SegmentFacts("s", model, None, "Any", {}, {name: f"model.{name}" for name in points})
             batch = to_batch(
-                shard,
+                segment,
                 run_id=run_id,
                 sample_id=None,
                 positions=range(rows),

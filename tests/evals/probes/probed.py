@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 
@@ -44,9 +44,9 @@ def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
             rows = slice(first, first + stored)
             begins = np.cumsum([0, *(len(word) for word in made.words)])[:-1]
             points = {name: name for name in made.rows}
-            shard = ShardFacts(session, made.model, made.revision, "LlamaForCausalLM", {"torch": "2"}, points)
+            segment = SegmentFacts(session, made.model, made.revision, "LlamaForCausalLM", {"torch": "2"}, points)
             batch = to_batch(
-                shard,
+                segment,
                 run_id=made.run_id,
                 sample_id=made.sample_id,
                 positions=list(range(len(made.words))[rows]),
