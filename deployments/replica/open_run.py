@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from deployments.activations.facts import StoreError
+from deployments.activations.facts import StoredRun, StoreError
 from deployments.chat.token_texts import TextOffsets
 from deployments.engine.capture.buffer import joined
 from deployments.engine.capture.captured import Captured
@@ -23,11 +23,24 @@ from deployments.points.capture import Capture
 from deployments.points.names import dtype_name
 from deployments.points.token_choices import Tokens, resolve
 
-if TYPE_CHECKING:
-    from deployments.replica.runs import Runs
-
 logger = logging.getLogger("ray.serve")
 RENEW_S = 120.0  # between two notes to the store that a run continues: far less than it waits for one
+
+
+class RunSender(Protocol):
+    """The replica's way to the store."""
+
+    async def append(self, run: OpenRun, captured: Captured, part: int) -> None:
+        """Send rows of a run that goes on."""
+
+    async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
+        """Send the last rows; durable when it answers."""
+
+    def renew(self, run: OpenRun) -> None:
+        """Note that a run goes on."""
+
+    def abandon(self, run: OpenRun) -> None:
+        """Drop what was sent of a run."""
 
 
 class OpenRun:
@@ -52,7 +65,7 @@ class OpenRun:
         most: The most bytes that it may record.
     """
 
-    def __init__(self, runs: Runs, job: Job, request: Request, index: int, offsets: TextOffsets) -> None:
+    def __init__(self, runs: RunSender, job: Job, request: Request, index: int, offsets: TextOffsets) -> None:
         self.id = job.run_ids[index] if job.run_ids else f"run-{request.id}"
         self.job = job
         self.number = index % job.n

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.activations.facts import name_of, names_a_session
 from deployments.activations.files.places import File, Place
-from deployments.activations.nodes.submitting import writer_on
+from deployments.activations.nodes.cluster import writer_on
 from deployments.activations.state.nodes import SCHEME, Node, Nodes, node_of
 from deployments.clusters import NAMESPACE, detached
 

@@ -21,9 +21,10 @@ from deployments.activations.facts import Note, StoreError, explained, name_of
 from deployments.activations.files.disk import restrict, write
 from deployments.activations.files.machines import Heartbeat, local_locks
 from deployments.activations.files.places import place_of
+from deployments.activations.nodes.cluster import is_released
 from deployments.activations.nodes.files import serve_segments
+from deployments.activations.nodes.receiving import Home, RunReceiver, StartingError, awaited
 from deployments.activations.nodes.reporting import RunReporter
-from deployments.activations.nodes.submitting import Home, RunReceiver, StartingError, awaited, is_released
 from deployments.activations.state.nodes import Deletion, Node, uri_of
 from deployments.activations.writer.recovery import MARK, open_directory
 from deployments.activations.writer.room import Room

@@ -15,7 +15,7 @@ from deployments.activations.facts import StoreError
 from deployments.activations.files import machines
 from deployments.activations.files.machines import Heartbeat
 from deployments.activations.limits import Retention
-from deployments.activations.nodes.submitting import Home
+from deployments.activations.nodes.receiving import Home
 from deployments.activations.nodes.writer import NodeWriter
 from deployments.activations.writer import recovery
 from deployments.activations.writer.writer import Writer

@@ -25,7 +25,7 @@ from deployments.activations.catalogue.replaying import merge_snapshot, write_sn
 from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, names_a_session
 from deployments.activations.limits import Retention
-from deployments.activations.nodes.submitting import Home
+from deployments.activations.nodes.receiving import Home
 from deployments.activations.nodes.writer import NodeWriter
 from deployments.activations.reader.tables import table
 from deployments.activations.reader.training import ActivationRows
