@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --no-deps --no-compile
 LOCKED := $(PIP) --require-hashes
 
+# Each of many processes would compile torch and Ray again: their first import takes 26 s then, and 10 s otherwise.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page bench-attacks clean
 
 help:  ## list the targets
