@@ -169,7 +169,9 @@ class OpenRuns:
         if run and not chunk.part:
             raise StoreError(f"Run {name.run_id} is being stored already: give it another id")
         if run and run.chunks != chunk.part:
-            raise StoreError(f"Part {chunk.part} of run {name.run_id} came where {run.chunks} was to come")
+            raise StoreError(
+                f"Run {name.run_id} was sent part {chunk.part}; the next part is {run.chunks}: send the request again"
+            )
         if run:
             chunk.check_schema(run.segment.schema)
 

@@ -186,7 +186,7 @@ def test_parts_out_of_order_and_ids_in_use_are_refused_and_harm_nothing(long, op
     sender = open_sender()
     sender.append(long, 0)
     for wrong, reason in [
-        (lambda: sender.append(long, 2), "where 1 was to come"),
+        (lambda: sender.append(long, 2), "the next part is 1"),
         (lambda: sender.append(long, 0), "another id"),
         (lambda: sender.finish(long), "another id"),
     ]:
