@@ -139,6 +139,7 @@ def cluster() -> Iterator[Cluster]:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "RAY_ADDRESS": address,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "120",  # 30 else, which a busy machine may take
             "RAY_worker_niceness": "0",  # 15 else: whatever else runs on the machine would come before the servers
             # Ray's and Serve's looks at an idle cluster, which take a tenth of two cores by default.
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
