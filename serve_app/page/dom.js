@@ -72,29 +72,34 @@ export function table(caption, heads, rows) {
 /** What an empty place says. */
 export const empty = (...text) => h("p", { class: "empty" }, ...text);
 
-/** An error in its place, with what to do and a button to try again. */
-export function errorNote(error, again) {
+/** An error in its place, with what to do and a button to try again, which hands the focus to `home()`. */
+export function errorNote(error, again, home) {
   const text = error?.message ?? String(error);
   const hint = error?.hint ? ` ${error.hint}` : "";
-  return h(
-    "div",
-    { class: "error", role: "alert" },
-    h("p", {}, text, hint),
-    again ? button("Try again", again) : null,
-  );
+  const retry = async () => {
+    const place = note.parentElement;
+    await keepingFocus(again, home);
+    // What fails once more can be tried once more.
+    if (!note.isConnected && [document.body, home()].includes(document.activeElement)) goTo(place.querySelector(".error button"));
+  };
+  const note = h("div", { class: "error", role: "alert" }, h("p", {}, text, hint), again ? button("Try again", retry) : null);
+  return note;
 }
 
 /** Takes the keyboard, and a screen reader, to an element. */
 export function goTo(element) {
-  if (element && !element.hasAttribute("tabindex")) element.tabIndex = -1;
+  if (element?.tabIndex < 0) element.tabIndex = -1; // else Tab goes there already
   element?.focus({ preventScroll: true });
 }
 
-/** Calls `act`; where the control that had the focus is gone then, the focus goes to `next()`. */
+/** Calls `act`; where the control that had the focus is gone, at once or in the end, the focus goes to `next()`. */
 export async function keepingFocus(act, next) {
   const had = document.activeElement;
-  const result = await act();
-  if (!had.isConnected && document.activeElement === document.body) goTo(next());
+  const keep = () => !had.isConnected && document.activeElement === document.body && goTo(next());
+  const done = act();
+  keep();
+  const result = await done;
+  keep();
   return result;
 }
 
@@ -143,7 +148,7 @@ export const number = (value, digits = 3) => (Number.isFinite(value) ? Number(va
 
 /** Copies a text, and says so on the button. */
 export async function copy(text, on) {
-  const said = on.textContent;
+  const said = (on.dataset.title ??= on.textContent);
   try {
     await navigator.clipboard.writeText(text);
     on.textContent = "Copied";
