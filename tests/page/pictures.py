@@ -40,7 +40,7 @@ def steer(page: Page) -> int:
     page.get_by_role("button", name="Answer with and without").click()
     expect(page.get_by_text("where rows are")).to_be_visible(timeout=TIMEOUT_MS)
     page.get_by_role("listbox", name="Steered").get_by_role("option").nth(3).click()
-    return 980
+    return 1060
 
 
 def main() -> None:
