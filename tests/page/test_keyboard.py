@@ -10,7 +10,8 @@ from playwright.sync_api import Page, Route, expect
 PROMPT = "Tom has 3 boxes"
 ANSWERED = 60_000  # milliseconds: the model may be busy with another test
 
-# What has the focus: its name, whether it is seen, whether that shows, and whether it stands behind the one before.
+# What has the focus: its name, whether it is seen, whether that shows, and whether it stands behind the one before; a
+# field for a time has several stops.
 FOCUSED = """() => {
   const one = document.activeElement;
   if (one === document.body) return null;
@@ -23,7 +24,7 @@ FOCUSED = """() => {
     name: (one.getAttribute("aria-label") ?? (labels || one.textContent)).trim(),
     seen: one.checkVisibility({ visibilityProperty: true }) && one.getBoundingClientRect().width > 0,
     marked: outlineStyle !== "none" && parseFloat(outlineWidth) >= 2,
-    follows: !before || Boolean(before.compareDocumentPosition(one) & Node.DOCUMENT_POSITION_FOLLOWING),
+    follows: !before || before === one || Boolean(before.compareDocumentPosition(one) & Node.DOCUMENT_POSITION_FOLLOWING),
   };
 }"""
 
