@@ -24,7 +24,7 @@ FOCUSED = """() => {
     name: (one.getAttribute("aria-label") ?? (labels || one.textContent)).trim(),
     seen: one.checkVisibility({ visibilityProperty: true }) && one.getBoundingClientRect().width > 0,
     marked: outlineStyle !== "none" && parseFloat(outlineWidth) >= 2,
-    follows: !before || before === one || Boolean(before.compareDocumentPosition(one) & Node.DOCUMENT_POSITION_FOLLOWING),
+    follows: !(before?.compareDocumentPosition(one) & Node.DOCUMENT_POSITION_PRECEDING),
   };
 }"""
 
