@@ -19,7 +19,7 @@ export function view(app) {
   const run = h("button", { class: "main" }, "Show the heads");
   const trouble = h("div");
   const status = h("p", { class: "wait", role: "status" });
-  const shown = h("div", {}, empty("Give a text. Each small picture is a head: a row for each token, and the darker a square, the more that token looks there."));
+  const shown = h("div", {}, empty("Give a text. Each small picture is a head: a row for each token, and the stronger a square, the more that token looks there."));
   const code = document.createElement("request-code");
   const reading = work({ trouble, starts: run, status });
   let recorded = null; // a stored run `{ session, run, model }` in place of a text

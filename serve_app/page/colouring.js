@@ -1,7 +1,7 @@
 // What the tokens of a text are coloured by: numbers of their own, of a captured point, or of a readout.
 
 import { choose, field, fill, h, newId, number, perFrame, quoted } from "./dom.js";
-import { COLUMN, columns, fitted, legend, mostOf, scale, scoreScale, SURE, unitOf, valueOf } from "./scales.js";
+import { BEYOND, COLUMN, columns, fitted, legend, mostOf, reach, scale, scoreScale, SURE, unitOf, valueOf } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { entropy } from "./tokens.js";
 import { work } from "./work.js";
@@ -116,7 +116,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       if (notes.length) trouble.replaceChildren(...notes);
       const { title, unit } = scaleOf(found);
       release(strip);
-      held.set(strip, { found, state: asked, title, unit: needs().readout ? unitOf(chosen().spec) : unit });
+      held.set(strip, { found, state: asked, title, unit: by.value in OWN ? unit : needs().readout ? unitOf(chosen().spec) : "" });
       paintAll();
     }, onchange);
   }
@@ -144,10 +144,11 @@ export function colouring(app, { code, stored = false, onchange }) {
   function scaleOf(found) {
     const sound = found.filter(Number.isFinite);
     if (by.value in OWN) return OWN[by.value][1]();
-    if (by.value === "norm") return scale({ title: "norm", low: sound.reduce((a, b) => Math.min(a, b), Infinity), high: mostOf(sound) });
     if (needs().readout) return fitted(chosen().spec, chosen().column, sound);
-    const most = mostOf(sound);
-    return scale({ title: "projection", low: -most, high: most, signed: true });
+    const { most, clipped } = reach(sound);
+    const unit = clipped ? BEYOND : "";
+    if (by.value === "norm") return scale({ title: "norm", unit, low: sound.reduce((a, b) => Math.min(a, b), Infinity), high: most });
+    return scale({ title: "projection", unit, low: -most, high: most, signed: true });
   }
 
   /** Takes a strip out of those that are coloured. */

@@ -105,6 +105,7 @@ export function onTheme(act) {
 
 export const COLUMN = "readouts."; // with which a stored run's columns of readouts begin
 
+export const BEYOND = "a few lie beyond the ends";
 const UNITS = { sigmoid: "probability", none: "score" };
 export const unitOf = ({ activation }) => UNITS[activation] ?? "activation";
 
@@ -126,19 +127,25 @@ export function valueOf(readout, row, column) {
 
 /** A scale for values of a readout, the largest of which is `most` away from 0; `clipped` where some lie beyond. */
 export function scoreScale(readout, column, most, clipped = false) {
-  const what = { title: titleOf(readout, column), unit: unitOf(readout) + (clipped ? "; a few lie beyond the ends" : "") };
+  const what = { title: titleOf(readout, column), unit: unitOf(readout) + (clipped ? `; ${BEYOND}` : "") };
   if (readout.activation === "sigmoid") return scale({ ...what, unit: unitOf(readout) });
   if (readout.activation === "none") return scale({ ...what, low: -most, high: most, signed: true });
   return scale({ ...what, high: most || 1 });
 }
 
-/** A scale for these values. A few that are far larger, as a text's first token often is, do not hide the others. */
+/** A scale for these values. */
 export function fitted(readout, column, values) {
+  const { most, clipped } = reach(values);
+  return scoreScale(readout, column, most, clipped);
+}
+
+/** How far values lie from 0, without a few that are far larger, as a text's first token often is: they would hide the others. */
+export function reach(values) {
   const sizes = values.filter(Number.isFinite).map(Math.abs).sort((a, b) => a - b);
   const largest = sizes.at(-1) ?? 0;
   const usual = 1.5 * (sizes[Math.floor(0.95 * (sizes.length - 1))] ?? 0);
   const clipped = usual > 0 && largest > 3 * usual;
-  return scoreScale(readout, column, clipped ? usual : largest, clipped);
+  return { most: clipped ? usual : largest, clipped };
 }
 
 export const mostOf = (values) => values.reduce((most, value) => (Number.isFinite(value) ? Math.max(most, Math.abs(value)) : most), 0);
