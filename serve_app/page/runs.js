@@ -5,7 +5,7 @@ import { colouring } from "./colouring.js";
 import { comparison } from "./compare.js";
 import { button, choose, empty, field, goTo, h, keepingFocus, number, table, visible } from "./dom.js";
 import { downloads } from "./downloads.js";
-import { complete, rowsBody, storedTokens, textsOf } from "./recompute.js";
+import { complete, storedTokens, textsOf } from "./recompute.js";
 import { COLUMN, onTheme } from "./scales.js";
 import { asText } from "./state.js";
 import { details, onLook, pinning } from "./tokens.js";
