@@ -19,7 +19,7 @@ export function view(app) {
   const run = h("button", { class: "main" }, "Show the heads");
   const trouble = h("div");
   const status = h("p", { class: "wait", role: "status" });
-  const shown = h("div", {}, empty("Give a text. Each small picture is a head: a row for each token, and the darker a square, the more that token looks there."));
+  const shown = h("div", {}, empty("Give a text. Each small picture is a head: a row for each token, and the stronger a square, the more that token looks there."));
   const code = document.createElement("request-code");
   const reading = work({ trouble, starts: run, status });
   let recorded = null; // a stored run `{ session, run, model }` in place of a text
@@ -43,23 +43,24 @@ export function view(app) {
 
   const begin = () =>
     reading.run(async (signal) => {
-      const asked = recorded ?? from.asked(app.model());
+      const model = app.model();
+      const asked = recorded ?? from.asked(model);
       if (!recorded) {
-        const { layers: count } = await app.structure();
+        const { layers: count } = await app.structure(model);
         signal.throwIfAborted();
         if (layer.element.options.length !== count) layer.set(count);
       }
       status.textContent = "Reading the heads…";
       const [which, point] = [layer.element.value, `layers.${layer.element.value}.attention.weights`];
-      const found = await (recorded ? fromStored(asked, point, signal) : fromText(asked, point, signal));
+      const found = await (recorded ? fromStored(asked, point, signal) : fromText(model, asked, point, signal));
       drawn = { layer: which, ...found };
       head = Math.min(head, drawn.heads - 1);
       draw();
       app.changed();
     }, begin);
 
-  async function fromText(asked, point, signal) {
-    const text = await answered(app.model(), asked, code, signal);
+  async function fromText(model, asked, point, signal) {
+    const text = await answered(model, asked, code, signal);
     const { found, first } = await fitting(text, point, signal);
     code.note("The patterns", { method: "POST", path: "v1/completions", body: rowsBody(text.model, text.ids, [point], span(first, text.ids.length)) });
     return { ...text, first, heads: found[0].length, at: (which, row) => found[row][which] };

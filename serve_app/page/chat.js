@@ -24,7 +24,7 @@ export function view(app) {
   const storing = [field("Points", points, "apart by commas"), field("Session", session)];
   const send = h("button", { class: "main" }, "Send");
   const trouble = h("div");
-  const asking = work({ trouble, starts: send });
+  const asking = work({ trouble, starts: send, home: () => box });
   const about = h("aside", { "aria-label": "Token" }, ...details());
   const code = document.createElement("request-code");
   const said = h("p", { class: "hidden", role: "status" });
@@ -229,7 +229,7 @@ export function view(app) {
 
   async function colour(turn) {
     await colours.apply(turn.strip, turn.answer);
-    if (turn.strip.pinned >= 0) look(turn, turn.strip.pinned);
+    if (turns.includes(turn) && turn.strip.pinned >= 0) look(turn, turn.strip.pinned);
   }
 
   function recolour() {

@@ -1,14 +1,12 @@
 // What the tokens of a text are coloured by: numbers of their own, of a captured point, or of a readout.
 
 import { choose, field, fill, h, newId, number, perFrame, quoted } from "./dom.js";
-import { fillTensors } from "./forms.js";
-import { readouts, rows, rowsBody, scores, scoresBody, span, storedQuery, storedRows, vector } from "./recompute.js";
-import { legend, scale, SURE } from "./scales.js";
-import { COLUMN, columns, fitted, mostOf, scoreScale, unitOf, valueOf } from "./scores.js";
+import { BEYOND, COLUMN, columns, fitted, legend, mostOf, reach, scale, scoreScale, SURE, unitOf, valueOf } from "./scales.js";
 import { asNumber, asText } from "./state.js";
-import { dot, norm } from "./tensors.js";
 import { entropy } from "./tokens.js";
 import { work } from "./work.js";
+
+const values = () => import("./values.js"); // not for the first view
 
 const OWN = {
   probability: [(token) => Math.exp(token.logprob), () => SURE],
@@ -38,7 +36,7 @@ export function colouring(app, { code, stored = false, onchange }) {
   const key = h("div");
   const trouble = h("div", { role: "status" });
   const status = h("span", { class: "wait", role: "status" });
-  const reading = work({ trouble, status }); // what the colours that are chosen need
+  const reading = work({ trouble, status, what: "colouring", home: () => by }); // what the colours that are chosen need
   const forgotten = new WeakSet(); // strips that are shown no more
   const held = new Map(); // by strip, `{ found, state, title, unit, ends }`, the last of which it is painted by
   const element = h("div", { class: "row colouring", role: "group", "aria-label": "Colours" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, status, " ", reading.stop, trouble), points);
@@ -66,9 +64,12 @@ export function colouring(app, { code, stored = false, onchange }) {
     else if (!held.size && !live) tell(null);
   }
   async function know(model) {
-    if (needs().direction) await fillTensors(direction);
+    const isOld = () => !stored && model !== app.model(); // another one was chosen meanwhile
+    if (needs().direction) await (await values()).fillTensors(direction);
     if (needs().readout) {
-      installed = await readouts(model);
+      const found = await (await values()).readouts(model);
+      if (isOld()) return;
+      installed = found;
       const options = installed.flatMap((one) => (one.kind === "sae" ? [[one.name, `${one.name}, an autoencoder`]] : columns(one).map(([at, name]) => [`${one.name}/${at}`, name])));
       fill(readout, options.length ? options : [["", "none is installed"]]);
       readoutField.querySelector("small").textContent = chosen().spec.point ? `at ${chosen().spec.point}` : "the view Readouts says how to install one";
@@ -76,6 +77,7 @@ export function colouring(app, { code, stored = false, onchange }) {
     }
     if (!stored && needs().point) {
       const { points: all, layers } = await app.structure(model);
+      if (isOld()) return;
       points.replaceChildren(...all.filter(({ shape }) => shape.length === 1 && shape[0] > 1).map(({ name }) => h("option", { value: name })));
       if (point.value === "layers.*.output") point.value = `layers.${Math.floor(layers / 2)}.output`;
     }
@@ -89,39 +91,10 @@ export function colouring(app, { code, stored = false, onchange }) {
       if (stored && !strip.tokens.some(({ logprob }) => logprob !== undefined)) throw new Error("Probabilities are not stored with runs: press “Score the tokens now”.");
       return strip.tokens.map(OWN[by.value][0]);
     }
-    const { model, ids, run, more } = text;
-    const wanted = text.positions ?? span(text.offset, text.offset + strip.tokens.length);
-    /** Rows at `wanted`, as the run has stored them; else the model runs the text once more. */
-    const taken = async (column, body, compute) => {
-      if (run?.points?.[column]) {
-        note(strip, storedQuery(run, [column]));
-        const found = await storedRows(run, column, signal);
-        return wanted.map((at) => found.rows[found.positions.indexOf(at)]);
-      }
-      if (text.isWhole === false) throw new Error("Not all tokens of the run are stored: it cannot be computed now.");
-      note(strip, { method: "POST", path: "v1/completions", body });
-      if (stored) notes.push("Computed now, with interventions left out.");
-      return compute();
-    };
-    if (needs().readout) {
-      const { name, column, linear, spec } = chosen();
-      if (spec.model && spec.model !== model) throw new Error(`${name} is a readout of ${spec.model}, and the answer is ${model}’s.`);
-      const some = text.readouts?.[name]?.rows ?? (await taken(linear && COLUMN + name, scoresBody(model, ids, spec, wanted, more), () => scores(model, ids, spec, wanted, signal, more)));
-      return strip.tokens.map((_, i) => valueOf(spec, some[i], column));
-    }
-    const of = point.value.trim();
-    const some = await taken(of, rowsBody(model, ids, [of], wanted, more), async () => {
-      const found = Object.values(await rows(model, ids, [of], wanted, signal, more));
-      if (found.length > 1) throw new Error(`${of} names ${found.length} points: name one of them.`);
-      return found[0];
-    });
-    if (by.value === "norm") return some.map((row) => (row ? norm(row) : NaN));
-    const along = await vector(direction.value, signal);
-    const length = norm(along);
-    return some.map((row) => {
-      if (row && row.length !== along.length) throw new Error(`The vector has ${along.length} numbers, the point ${row.length}.`);
-      return row ? dot(row, along) / length : NaN;
-    });
+    const { valuesOf } = await values();
+    const computes = () => stored && notes.push("Computed now, with interventions left out.");
+    const what = { chosen: needs().readout ? chosen() : null, point: point.value.trim(), direction: needs().direction ? direction.value : null };
+    return valuesOf(text, strip.tokens.length, what, { note: (request) => note(strip, request), computes, signal });
   }
 
   function apply(strip, text) {
@@ -143,7 +116,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       if (notes.length) trouble.replaceChildren(...notes);
       const { title, unit } = scaleOf(found);
       release(strip);
-      held.set(strip, { found, state: asked, title, unit: needs().readout ? unitOf(chosen().spec) : unit });
+      held.set(strip, { found, state: asked, title, unit: by.value in OWN ? unit : needs().readout ? unitOf(chosen().spec) : "" });
       paintAll();
     }, onchange);
   }
@@ -171,10 +144,11 @@ export function colouring(app, { code, stored = false, onchange }) {
   function scaleOf(found) {
     const sound = found.filter(Number.isFinite);
     if (by.value in OWN) return OWN[by.value][1]();
-    if (by.value === "norm") return scale({ title: "norm", low: sound.reduce((a, b) => Math.min(a, b), Infinity), high: mostOf(sound) });
     if (needs().readout) return fitted(chosen().spec, chosen().column, sound);
-    const most = mostOf(sound);
-    return scale({ title: "projection", low: -most, high: most, signed: true });
+    const { most, clipped } = reach(sound);
+    const unit = clipped ? BEYOND : "";
+    if (by.value === "norm") return scale({ title: "norm", unit, low: sound.reduce((a, b) => Math.min(a, b), Infinity), high: most });
+    return scale({ title: "projection", unit, low: -most, high: most, signed: true });
   }
 
   /** Takes a strip out of those that are coloured. */

@@ -28,7 +28,7 @@ export function comparison(place, one, two) {
   let apart = new Map(); // by position, how far the two rows are apart
   point.addEventListener("change", measure);
 
-  const measuring = work({ trouble });
+  const measuring = work({ trouble, home: () => point });
 
   function measure() {
     measuring.end();

@@ -72,29 +72,33 @@ export function table(caption, heads, rows) {
 /** What an empty place says. */
 export const empty = (...text) => h("p", { class: "empty" }, ...text);
 
-/** An error in its place, with what to do and a button to try again. */
-export function errorNote(error, again) {
+/** An error in its place, with what to do and a button to try again, which hands the focus to `home()`. */
+export function errorNote(error, again, home) {
   const text = error?.message ?? String(error);
-  const hint = error?.hint ? ` ${error.hint}` : "";
-  return h(
-    "div",
-    { class: "error", role: "alert" },
-    h("p", {}, text, hint),
-    again ? button("Try again", again) : null,
-  );
+  const retry = async () => {
+    const place = note.parentElement;
+    await keepingFocus(again, home);
+    // What fails once more can be tried once more.
+    if (!note.isConnected && [document.body, home()].includes(document.activeElement)) goTo(place.querySelector(".error button"));
+  };
+  const note = h("div", { class: "error", role: "alert" }, h("p", {}, text), error?.hint ? h("p", {}, error.hint) : null, again ? button("Try again", retry) : null);
+  return note;
 }
 
 /** Takes the keyboard, and a screen reader, to an element. */
 export function goTo(element) {
-  if (element && !element.hasAttribute("tabindex")) element.tabIndex = -1;
+  if (element?.tabIndex < 0) element.tabIndex = -1; // else Tab goes there already
   element?.focus({ preventScroll: true });
 }
 
-/** Calls `act`; where the control that had the focus is gone then, the focus goes to `next()`. */
+/** Calls `act`; where the control that had the focus is gone, at once or in the end, the focus goes to `next()`. */
 export async function keepingFocus(act, next) {
   const had = document.activeElement;
-  const result = await act();
-  if (!had.isConnected && document.activeElement === document.body) goTo(next());
+  const keep = () => !had.isConnected && document.activeElement === document.body && goTo(next());
+  const done = act();
+  keep();
+  const result = await done;
+  keep();
   return result;
 }
 
@@ -123,27 +127,32 @@ export function whenQuiet(act, ms = 250) {
 // Characters that are not seen, or that turn the text behind them around.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/gu;
 
+const numbered = (one) => `‹${one.codePointAt(0).toString(16).padStart(4, "0")}›`;
+
 /** A token's text as one can see it: control characters by their number, a new line as a sign. */
 export function visible(text) {
-  const seen = text.replace(HIDDEN, (one) => `‹${one.codePointAt(0).toString(16).padStart(4, "0")}›`);
+  const seen = text.replace(HIDDEN, numbered);
   return seen.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
 }
 
-/** The same of a token by itself, where a space alone would not be seen. */
-export const named = (text) => visible(text).replace(/^ +$/, (spaces) => "␣".repeat(spaces.length)) || "(empty)";
+/** The same of a token by itself, where spaces and marks alone would not be seen. */
+export const named = (text) => visible(text).replace(/^[\p{Z}\p{M}]+$/u, (all) => [...all].map((one) => (one === " " ? "␣" : numbered(one))).join("")) || "(empty)";
 
 /** The same in quotation marks, for labels. */
 export const quoted = (text) => `“${named(text)}”`;
 
 /** A share of 1 in percent. */
-export const percent = (share) => (share >= 0.0995 ? `${(100 * share).toFixed(0)}%` : `${(100 * share).toPrecision(2)}%`);
+export function percent(share) {
+  if (share > 0 && share < 1e-5) return "< 0.001%";
+  return `${share >= 0.0995 || !share ? (100 * share).toFixed(0) : (100 * share).toPrecision(2)}%`;
+}
 
 /** A number as it is read. */
 export const number = (value, digits = 3) => (Number.isFinite(value) ? Number(value.toPrecision(digits)).toString() : "–");
 
 /** Copies a text, and says so on the button. */
 export async function copy(text, on) {
-  const said = on.textContent;
+  const said = (on.dataset.title ??= on.textContent);
   try {
     await navigator.clipboard.writeText(text);
     on.textContent = "Copied";

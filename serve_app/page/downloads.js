@@ -18,7 +18,7 @@ export function downloads(session, run, trouble) {
     });
     start.textContent = "Download";
   });
-  const loading = work({ trouble, starts: start });
+  const loading = work({ trouble, starts: start, what: "the download" });
   return [start, loading.stop, format];
 }
 

@@ -1,7 +1,6 @@
 // Forms that several views have: sampling settings, and a text with the answer that follows it.
 
-import { check, choose, errorNote, field, fill, h } from "./dom.js";
-import { vectors } from "./recompute.js";
+import { check, choose, errorNote, field, h } from "./dom.js";
 import { asBool, asIds, asNumber, asText } from "./state.js";
 
 const numeric = (value, props) => h("input", { type: "number", value: value ?? "", ...props });
@@ -91,12 +90,6 @@ export function source({ text, label = "Text", max = 24, onchange = () => {} }) 
   };
 }
 
-/** Puts the tensors that were sent to the server into a select. */
-export async function fillTensors(select) {
-  const found = await vectors();
-  fill(select, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
-}
-
 /** A choice of a layer, or of all. */
 export function layers(withAll) {
   const select = choose([]);
@@ -112,12 +105,16 @@ export function layers(withAll) {
     },
     /** Offer the layers of the served model, once it is known; what goes wrong is said in `trouble`. */
     know: async function (app, trouble) {
-      if (!app.model()) return;
+      const model = app.model();
+      if (!model) return;
       said?.remove();
       try {
-        this.set((await app.structure()).layers);
+        const { layers: count } = await app.structure(model);
+        if (model === app.model()) this.set(count);
       } catch (error) {
-        if (error.status !== 401) trouble.append((said = errorNote(error)));
+        if (error.status === 401 || model !== app.model()) return;
+        said?.remove();
+        trouble.append((said = errorNote(error)));
       }
     },
   };

@@ -36,9 +36,9 @@ export function view(app) {
   const code = document.createElement("request-code");
   const [patchTrouble, cellTrouble] = [h("div"), h("div")];
   const reading = work({ trouble, starts: run, status }); // the text
-  const columns = work({ trouble, status }); // those in view
-  const peeking = work({ trouble: cellTrouble }); // into the cell that was chosen
-  const patching = work({ trouble: patchTrouble });
+  const columns = work({ trouble, status, home: () => grid.body }); // those in view
+  const peeking = work({ trouble: cellTrouble, what: "reading the cell", home: () => about.querySelector("h2") }); // into the cell that was chosen
+  const patching = work({ trouble: patchTrouble, what: "the patch", home: () => result.querySelector("h2") });
   let text = null; // { model, ids, texts, count, asked }
   let cells = []; // by position, `{ layers }`, the lens of a token
   let wanted = [0, 0];
@@ -114,8 +114,8 @@ export function view(app) {
   /** Reads the columns in view that are not there yet, a window at a time. */
   function readNext() {
     const missing = () => span(...wanted).find((at) => !cells[at]);
-    if (reading.isRunning() || columns.isRunning() || missing() === undefined) return;
-    columns.run(
+    if (reading.isRunning() || columns.isRunning() || missing() === undefined) return null;
+    return columns.run(
       async (signal) => {
         for (let first; (first = missing()) !== undefined; ) {
           const end = Math.min(first + step, text.ids.length);
@@ -132,7 +132,7 @@ export function view(app) {
           grid.refresh();
         }
       },
-      () => grid.refresh(),
+      readNext,
     );
   }
 

@@ -18,6 +18,7 @@ const place = document.getElementById("view");
 const notices = document.getElementById("notices");
 const nav = document.getElementById("nav");
 const chooser = document.getElementById("model");
+const asksKey = document.getElementById("key");
 const made = new Map(); // by name, a view that was opened: it stays as it is while another is looked at
 const structures = new Map();
 const writes = new Map(); // by name, how often an entry of the history has set the view's state
@@ -43,8 +44,7 @@ const app = {
   open: async (name, state, at) => {
     keep(); // whoever goes back finds this view as it was left
     history.pushState(null, "", written(name, state));
-    await show();
-    await made.get(name)?.begin?.(at);
+    if (await show()) await made.get(name).begin?.(at);
   },
 };
 
@@ -55,12 +55,13 @@ const lineage = (name) => `${performance.timeOrigin} ${writes.get(name) ?? 0}`; 
 // Not while a view's module is on its way: the address has the state that the view is to open in.
 const keep = () => made.has(shown) && history.replaceState(lineage(shown), "", address());
 
-/** Shows the view that the address names, in the state that it holds. */
+/** Shows the view that the address names, in the state that it holds; gives whether no other was shown or written since. */
 async function show() {
+  const { hash } = location;
   const { view, state, damaged } = links.read();
   notice("link", damaged ? "The link is damaged: the view opens empty." : null);
   const one = await activate(view in VIEWS ? view : "chat");
-  if (!one) return;
+  if (!one || location.hash !== hash) return false;
   if (state.model) offer(links.asText(state.model));
   const wentOn = history.state === lineage(shown); // since it was left here
   if (Object.keys(state).length && !wentOn && location.hash !== address()) {
@@ -68,7 +69,9 @@ async function show() {
     writes.set(shown, (writes.get(shown) ?? 0) + 1);
     history.replaceState(lineage(shown), "", location.href);
   }
+  const [name, was] = [shown, lineage(shown)];
   if (isKnown) await one.ready?.();
+  return shown === name && lineage(name) === was;
 }
 
 /** Puts a view in its place as it was left, made anew where there is none yet; null where another was chosen meanwhile. */
@@ -85,7 +88,7 @@ async function activate(name) {
   try {
     if (!made.has(name)) made.set(name, (await VIEWS[name][1]()).view(app));
   } catch (error) {
-    place.replaceChildren(errorNote(error, show));
+    place.replaceChildren(errorNote(Object.assign(error, { hint: "Reload the page if that goes on." }), show, () => place));
     return null;
   }
   if (shown !== name) return null;
@@ -101,7 +104,7 @@ async function know(isAgain = false) {
   try {
     found = (await get("v1/models")).data;
   } catch (error) {
-    if (error.status !== 401 && !isAgain) notice("models", errorNote(error, () => know()));
+    if (error.status !== 401 && !isAgain) notice("models", errorNote(error, () => know(), () => chooser));
     return error.status && error.status !== 401 && soon();
   }
   const ids = (all) => JSON.stringify(all.map(({ id }) => id));
@@ -129,8 +132,12 @@ function offer(wanted) {
 
 /** Says something above the view under a name, until it is said otherwise; null takes it away. */
 function notice(name, ...said) {
-  notices.querySelector(`[data-name=${name}]`)?.remove();
-  if (said[0] !== null) notices.append(h("div", { "data-name": name, class: "notice" }, ...said));
+  const old = notices.querySelector(`[data-name=${name}]`);
+  const hadFocus = old?.contains(document.activeElement);
+  old?.remove();
+  const made = said[0] === null ? null : h("div", { "data-name": name, class: "notice" }, ...said);
+  if (made) notices.append(made);
+  if (hadFocus) goTo(made?.querySelector("input, button") ?? place);
 }
 
 function askKey(label) {
@@ -139,6 +146,7 @@ function askKey(label) {
     "form",
     {
       class: "row",
+      onkeydown: (event) => event.key === "Escape" && (notice("key", null), asksKey.focus()),
       onsubmit: (event) => {
         event.preventDefault();
         key.set(input.value.trim());
@@ -197,7 +205,10 @@ async function keepState(event) {
 }
 
 addEventListener("popstate", show);
-document.getElementById("key").addEventListener("click", () => askKey("API key of this server:"));
+asksKey.addEventListener("click", () => {
+  askKey("API key of this server:");
+  document.getElementById("key-input").focus();
+});
 document.getElementById("share").addEventListener("click", (event) => {
   keep();
   copy(location.href, event.currentTarget);

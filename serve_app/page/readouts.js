@@ -3,8 +3,7 @@
 import { address, get } from "./api.js";
 import { button, choose, empty, errorNote, field, fill, h, keepingFocus, newId, number, table, visible } from "./dom.js";
 import { readouts, scores, scoresBody, span, storedTokens, tokenized } from "./recompute.js";
-import { legend, onTheme, paint } from "./scales.js";
-import { columns, mostOf, scoreScale, titleOf, valueOf } from "./scores.js";
+import { columns, legend, mostOf, onTheme, paint, scoreScale, titleOf, valueOf } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { work } from "./work.js";
 import "./code.js";
@@ -53,6 +52,7 @@ export function view(app) {
   let best = []; // the largest: `{ score, at, texts, facts }`
   let sought = null; // of which they are: `[readout, column]`
 
+  const home = () => held.querySelector("button, .scroll");
   const readout = () => installed.find((one) => one.name === name);
   const column = () => (readout()?.kind === "sae" ? feature.valueAsNumber || 0 : Number(value.value));
 
@@ -61,7 +61,7 @@ export function view(app) {
     try {
       installed = await readouts();
     } catch (error) {
-      if (error.status !== 401) trouble.replaceChildren(errorNote(error, list));
+      if (error.status !== 401) trouble.replaceChildren(errorNote(error, list, home));
       return;
     }
     code.note("Readouts", { method: "GET", path: "v1/readouts", query: { limit: 1000 } });
@@ -108,6 +108,7 @@ export function view(app) {
     if (!isSae) fill(value, columns(one));
     try {
       const { data } = await get("v1/activations/sessions", { model: one.model, limit: 100 });
+      if (one.name !== name) return; // another one was chosen meanwhile
       sessions.replaceChildren(...data.map(({ id }) => h("option", { value: id })));
       session.placeholder = data.length ? data[0].id : NONE;
     } catch (error) {
@@ -123,7 +124,7 @@ export function view(app) {
       {},
       empty("No readout is installed. A linear probe, as evals.probes writes it, or a sparse autoencoder in SAELens’ format is installed by"),
       h("pre", { tabIndex: 0, role: "region", "aria-label": "How to install a readout" }, lines.join("\n")),
-      button("Look again", list),
+      button("Look again", () => keepingFocus(list, home)),
     );
   }
 

@@ -5,9 +5,8 @@ import { colouring } from "./colouring.js";
 import { comparison } from "./compare.js";
 import { button, choose, empty, field, goTo, h, keepingFocus, number, table, visible } from "./dom.js";
 import { downloads } from "./downloads.js";
-import { complete, rowsBody, storedTokens, textsOf } from "./recompute.js";
-import { onTheme } from "./scales.js";
-import { COLUMN } from "./scores.js";
+import { complete, storedTokens, textsOf } from "./recompute.js";
+import { COLUMN, onTheme } from "./scales.js";
 import { asText } from "./state.js";
 import { details, onLook, pinning } from "./tokens.js";
 import { work } from "./work.js";
@@ -43,10 +42,10 @@ export function view(app) {
   let listed = ""; // the session whose runs stand in the list
   let colour = {}; // of the run that is open
   let loaded = false;
-  const reading = work({ trouble });
+  const reading = work({ trouble, home: () => (opened.querySelector("h2") ?? held.querySelector("h2, .scroll, .empty")) });
   const extra = h("div"); // what goes wrong where a run's tokens are scored, and
   const scored = h("span", { class: "from", role: "status" });
-  const scoring = work({ trouble: extra });
+  const scoring = work({ trouble: extra, what: "scoring", home: () => opened.querySelector("token-strip") });
   const pins = pinning(app.changed); // of the run that is open
   let repaint = () => {}; // what is open, after a change between dark and light
   onTheme(() => repaint());

@@ -3,12 +3,13 @@
 import { post } from "./api.js";
 import { colouring } from "./colouring.js";
 import { button, choose, empty, errorNote, field, fill, h, number, percent } from "./dom.js";
-import { fillTensors, layers, source } from "./forms.js";
+import { layers, source } from "./forms.js";
 import { again, complete, continuing, directionOf, readouts, rows, tokenized, vector } from "./recompute.js";
-import { columns } from "./scores.js";
+import { columns } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { norm } from "./tensors.js";
 import { answerPane, asPlain, details, onLook, pinning } from "./tokens.js";
+import { fillTensors } from "./values.js";
 import { work } from "./work.js";
 import "./code.js";
 
@@ -35,6 +36,8 @@ export function view(app) {
   const run = h("button", { class: "main" }, "Answer with and without");
   const trouble = h("div");
   const answering = work({ trouble, starts: run });
+  const unsent = h("div"); // what goes wrong with a file
+  const sending = work({ trouble: unsent, what: "sending", home: () => upload });
   const told = empty("Give a prompt, and a direction: two short texts that differ in what you want to add, or what is on the server. Both answers begin from one seed.");
   const result = h("div", {}, told);
   const about = h("aside", { "aria-label": "Token" }, ...details());
@@ -47,7 +50,7 @@ export function view(app) {
 
   const byPrompts = h("div", { class: "fields" }, field("Toward", toward), field("Away from", away));
   const byProbe = h("div", { class: "fields" }, field("Probe", probe, "at its own point"));
-  const byTensor = h("div", { class: "fields" }, field("Tensor", tensor), field("Send a safetensors file", upload, "it is kept on the server"));
+  const byTensor = h("div", { class: "fields" }, field("Tensor", tensor), field("Send a safetensors file", upload, "it is kept on the server"), sending.stop, unsent);
   const byFeature = h("div", { class: "fields" }, field("Autoencoder", sae, "at its own point"), field("Feature", feature), field("Added to its value", value, "the view Readouts shows how large it gets"));
   const where = field("Where", layer.element);
   const howMuch = field("Strength", h("span", { class: "slider" }, strength, shown), "in lengths of the residual stream; below 0 away from it");
@@ -83,7 +86,10 @@ export function view(app) {
 
   async function know() {
     if (kind.value === "tensor") return fillTensors(tensor);
-    installed = app.model() ? await readouts(app.model()) : [];
+    const model = app.model();
+    const found = model ? await readouts(model) : [];
+    if (model !== app.model()) return null; // another one was chosen meanwhile
+    installed = found;
     const probes = installed.filter((one) => one.kind === "linear").flatMap((one) => columns(one).map(([at, title]) => [`${one.name}/${at}`, title]));
     const saes = installed.filter((one) => one.kind === "sae").map((one) => [one.name]);
     fill(probe, probes.length ? probes : NONE);
@@ -96,17 +102,16 @@ export function view(app) {
 
   const named = (name) => installed.find((one) => one.name === name);
 
-  async function send() {
+  function send() {
     const [file] = upload.files;
-    if (!file) return;
-    try {
-      const kept = await post("v1/tensors", await file.arrayBuffer());
-      await know();
+    if (!file) return null;
+    return sending.run(async (signal) => {
+      const kept = await post("v1/tensors", await file.arrayBuffer(), signal);
+      await fillTensors(tensor);
+      signal.throwIfAborted();
       const id = [...tensor.options].find(({ value }) => value.startsWith(kept.id));
       if (id) tensor.value = id.value;
-    } catch (error) {
-      trouble.replaceChildren(errorNote(error));
-    }
+    }, send);
   }
 
   /** The interventions: one for each layer, with the vector of that layer. */

@@ -256,7 +256,6 @@ def test_a_long_answer_is_laid_out_in_blocks_and_painted_once(opened):
     page = opened()
     blocks, painted, first = page.evaluate(
         r"""async () => {
-          await import("/page/tokens.js");
           const strip = document.createElement("token-strip");
           document.querySelector("main").replaceChildren(strip);
           strip.colour(() => ({ ground: "red", ink: "white" }));
@@ -463,9 +462,9 @@ def test_a_view_whose_module_is_late_opens_in_the_state_of_its_link(opened):
     page = opened()
     page.clock.install()
     held: list[Route] = []
-    page.route("**/page/lens.js", lambda route: held.append(route))
+    page.route("**/lens.js", lambda route: held.append(route))
     page.get_by_label("Message", exact=True).fill("Ann")  # a moment later this is in the chat's address
-    with page.expect_request("**/page/lens.js"):
+    with page.expect_request("**/lens.js"):
         follow(page, "lens", {"text": PROMPT})
     page.clock.run_for(1000)
     held[0].continue_()

@@ -10,7 +10,9 @@ from starlette.testclient import TestClient
 from deployments.options import NO_MODEL, Options
 from serve_app.api import build_api
 from serve_app.http.keys import Caller, Keys, Role
-from serve_app.http.page_files import FOLDER, PATHS
+from serve_app.http.page_files import FOLDER, PATHS, VERSION
+
+FILES = f"/page/{VERSION}"
 
 
 def client(**options) -> TestClient:
@@ -29,8 +31,17 @@ def test_every_file_comes_without_a_key_and_under_the_policy():
             assert policy["script-src"] == policy["connect-src"] == policy["style-src"] == "'self'"
             assert answer.headers["x-frame-options"] == "DENY"
             assert answer.headers["x-content-type-options"] == "nosniff"
-            again = http.get(path, headers={"If-None-Match": answer.headers["etag"]})
-            assert again.status_code == 304
+            assert ("immutable" in answer.headers["cache-control"]) == (path != "/")
+        answer = http.get("/")
+        assert http.get("/", headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
+
+
+def test_each_version_of_the_files_has_addresses_of_its_own():
+    with client() as http:
+        named = re.findall(r'(?:src|href)="(page/[^"]+)"', http.get("/").text)
+        assert named
+        assert all(f"/{one}" in PATHS for one in named)
+        assert http.get("/page/main.js").status_code == http.get("/page/0/main.js").status_code == 401
 
 
 def test_the_page_names_no_other_origin_and_makes_no_markup():
@@ -51,16 +62,16 @@ def test_the_page_loads_what_it_names():
 @pytest.mark.parametrize("name", ["index.html", "..%2Fguard.py", "%2e%2e/guard.py", "style.css%00", "nothing.js"])
 def test_no_other_file_comes_with_it(name):
     with client() as http:
-        assert http.get(f"/page/{name}").status_code == 401
+        assert http.get(f"{FILES}/{name}").status_code == 401
     api = build_api(None, Options(model=NO_MODEL), Keys())
     with TestClient(api, base_url="http://127.0.0.1") as http:
-        assert http.get(f"/page/{name}").status_code == 404
+        assert http.get(f"{FILES}/{name}").status_code == 404
 
 
 def test_an_operator_may_do_without_it():
     with client(page=False) as http:
         assert http.get("/").status_code == 404
-        assert http.get("/page/main.js").status_code == 404
+        assert http.get(f"{FILES}/main.js").status_code == 404
         assert http.get("/docs").status_code == 200
 
 
@@ -76,4 +87,4 @@ def test_the_page_is_guarded_like_every_route(headers):
     api = build_api(None, Options(model=NO_MODEL), Keys())
     with TestClient(api, base_url="http://127.0.0.1") as http:
         assert http.get("/", headers=headers).status_code == 403
-        assert http.get("/page/main.js", headers=headers).status_code == 403
+        assert http.get(f"{FILES}/main.js", headers=headers).status_code == 403
