@@ -16,7 +16,7 @@ import ray
 from tqdm import tqdm
 
 from deployments.interrupts import terminate_as_interrupt
-from evals.config import STORED, Config, EvalError, Mode
+from evals.config import Config, EvalError, Mode
 from evals.gsm8k.checks import check
 from evals.gsm8k.options import in_ray_job
 from evals.gsm8k.progress import Progress
@@ -140,8 +140,9 @@ def prepare(config: Config) -> Work:
         EvalError: there are no such problems, texts or rewards, or no Ray.
     """
     reward = Rewarding(load_rewards(config.rewards), _say)
-    connect()
-    terminate_as_interrupt()
+    if "generate" in config.stages:
+        connect()
+        terminate_as_interrupt()
     chosen = load_problems(config)
     path = locate(config.dataset, config.split)
     if chosen.repeated:
@@ -178,7 +179,7 @@ def check_same(config: Config) -> None:
     Raises:
         EvalError: what differs, or that there is no run.
     """
-    earlier = Config.model_validate(read_json(config.results_dir / "config.json")["config"], context=STORED)
+    earlier = Config.model_validate(read_json(config.results_dir / "config.json")["config"])
     options = (earlier.model_dump(mode="json"), config.model_dump(mode="json", exclude={"resume"}))
     if differing := changed(*options, MAY_DIFFER - {"rule", "rewards", "transfer_activations"}):
         raise EvalError(

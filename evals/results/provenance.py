@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deployments import __version__
 from evals.config import Config
@@ -16,10 +16,8 @@ from evals.server.readout_client import installed
 from evals.server.server_queries import ask_json, is_closed
 from evals.serving_config import OF_ONE_CALL
 from evals.task import steering
+from evals.task.problems import ChosenProblems
 from evals.task.prompts import Prompts
-
-if TYPE_CHECKING:
-    from evals.task.problems import ChosenProblems  # which imports Ray
 
 PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nnsight", "numpy")
 # How a run reaches the server, which files it reads and where it writes: the answers do not hang on these. What the
@@ -29,7 +27,6 @@ MAY_DIFFER = {"base_url", "parallel", "workers", "timeout", "retries", "max_outa
 MAY_DIFFER |= {"max_failures", "dataset", "variants_file", "few_shot_file", "transfer_activations", "serve"}
 MAY_DIFFER |= {"rule", "rewards"} | OF_ONE_CALL
 ROOT = Path(__file__).parents[2]
-DEFAULTS = Config.model_construct(session_id="", results_dir=Path()).model_dump(mode="json")
 GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]
 SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server must report again if it did before
@@ -43,7 +40,7 @@ SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server must report
 }
 
 
-def facts(config: Config, prompts: Prompts, path: Path, chosen: "ChosenProblems") -> Facts:
+def facts(config: Config, prompts: Prompts, path: Path, chosen: ChosenProblems) -> Facts:
     """What config.json says before the first request.
 
     Args:
@@ -93,7 +90,7 @@ def differences(earlier: Facts, now: Facts, ids: Sequence[str] = ()) -> list[str
         now: of the run as it is to go on.
         ids: of its problems, in order.
     """
-    options = DEFAULTS | earlier["config"]  # a run of an earlier version did not know all
+    options = earlier["config"]
     found = changed(options, now["config"], MAY_DIFFER | {"samples", "epochs"})
     found += ["epochs"] * (now["config"]["epochs"] < options["epochs"])
     if now["config"]["timeout"] < earlier["config"]["timeout"]:
@@ -163,7 +160,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 def _texts(prompts: Facts) -> Facts:
     """What the model is shown; not which file the examples were read from, and not what an option says as well."""
     few_shot = prompts.get("few_shot")
-    texts = {name: text for name, text in prompts.items() if name != "tools"}  # which earlier versions did not record
+    texts = {name: text for name, text in prompts.items() if name != "tools"}
     return texts | {"few_shot": few_shot and few_shot["examples"]}
 
 
