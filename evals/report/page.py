@@ -21,7 +21,7 @@ from evals.config import EvalError
 from evals.report.charts import SHARES, Scale, around_zero, histogram, lines, stacked
 from evals.report.page_data import blocks
 from evals.results import activation_stats
-from evals.results.results import read_json, scored_earlier
+from evals.results.results import read_json
 from evals.results.tally import OUTCOMES, PAIRS, pair_name, unswept
 from evals.scoring import RULES
 
@@ -114,15 +114,12 @@ def finished(directory: Path) -> Record:
     """The summary of a results directory.
 
     Raises:
-        EvalError: the directory holds no finished run, or one of an earlier version.
+        EvalError: the directory holds no finished run.
     """
     path = directory / "summary.json"
     if not path.is_file():
         raise EvalError(f"{directory} has no finished run: there is no {path.name}")
-    summary = read_json(path)
-    if "rule" not in summary:
-        raise scored_earlier(directory)
-    return summary
+    return read_json(path)
 
 
 def _differences(paired: list[Record], conditions: Record) -> list[tuple[str, str, str, str, list[tuple[str, Record]]]]:
@@ -132,14 +129,11 @@ def _differences(paired: list[Record], conditions: Record) -> list[tuple[str, st
         a, b = conditions[pair["a"]], conditions[pair["b"]]
         if pair["kind"] == "steering":
             head = (f"Steered less {a['variant']}, {a['mode']}", "condition", f"{a['variant']} alone", "steered alone")
-            label = b["variant"]
         elif pair["kind"] == "variant":
             head = (f"Variants less {a['variant']}, {a['mode']}", "variant", f"{a['variant']} alone", "variant alone")
-            label = b["variant"]
         else:
             head = (f"{b['mode']} less {a['mode']}", "variant", f"{a['mode']} alone", f"{b['mode']} alone")
-            label = b["variant"]
-        tables.setdefault(head[0], (*head, []))[-1].append((label, pair))
+        tables.setdefault(head[0], (*head, []))[-1].append((b["variant"], pair))
     return list(tables.values())
 
 
