@@ -98,8 +98,8 @@ def report_context(directory: Path) -> Record:
             (abs(p["difference"] or 0) for p in summary["paired"] if p["kind"] == "steering"), default=0
         ),
         "outcomes": {key: stacked(c["outcomes"]) for key, c in conditions.items()},
-        "lengths": histogram(directory, "completion_tokens", _usual(plain, "completion_tokens_per_sample")),
-        "latencies": histogram(directory, "latency_s", _usual(plain, "latency_s")),
+        "lengths": histogram(directory, "completion_tokens", _usual(plain, "completion_tokens_per_sample"), plain),
+        "latencies": histogram(directory, "latency_s", _usual(plain, "latency_s"), plain),
         "rewards": list(dict.fromkeys(name for c in conditions.values() for name in c["rewards"])),
         "weights": summary["config"].get("rewards") or {},
         "stats": stats,
