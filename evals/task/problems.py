@@ -3,6 +3,7 @@
 import hashlib
 import heapq
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -52,21 +53,18 @@ def load_problems(config: Config) -> ChosenProblems:
         EvalError: no such file, not GSM8K's format, or no problems.
     """
     path = locate(config.dataset, config.split)
-    reading = Reading(path)
-    problems: Iterable[Problem] = reading
+    counts = Counter[str]()
+    problems: Iterable[Problem] = _distinct(path, counts)
     if config.seed is None:
         problems = islice(problems, config.samples)
     elif config.samples is None:
         problems = sorted(problems, key=lambda p: _rank(p, config.seed))
     else:
         problems = heapq.nsmallest(config.samples, problems, key=lambda p: _rank(p, config.seed))
-    # Arrow, not a list: ten thousand problems are a few megabytes in one piece.
-    rows, batches = (problem._asdict() for problem in problems), []
-    while some := list(islice(rows, BATCH)):
-        batches.append(pa.RecordBatch.from_pylist(some, SCHEMA))
-    if not batches:
+    table = pa.Table.from_pylist([problem._asdict() for problem in problems], SCHEMA)
+    if not table.num_rows:
         raise EvalError(f"{path} has no problems")
-    return ChosenProblems(pa.Table.from_batches(batches), reading.repeated)
+    return ChosenProblems(table, counts["repeated"])
 
 
 def locate(dataset: str, split: str, *, option: str = "--dataset") -> Path:
@@ -89,30 +87,22 @@ def locate(dataset: str, split: str, *, option: str = "--dataset") -> Path:
     return path
 
 
-class Reading:
-    """The problems of one file in its order, each question once; how many rows repeat one is counted meanwhile."""
+def _distinct(path: Path, counts: Counter[str]) -> Iterator[Problem]:
+    """The problems of a file in its order, each question once; counts the rows that repeat one as `repeated`.
 
-    def __init__(self, path: Path) -> None:
-        """Initializes the reader; the first iteration reads the file."""
-        self.repeated = 0
-        self._path = path
-
-    def __iter__(self) -> Iterator[Problem]:
-        """The problems.
-
-        Raises:
-            EvalError: the file cannot be read, a row is not GSM8K's, or a question comes with two answers.
-        """
-        seen: dict[str, tuple[str, str]] = {}
-        for problem, _, place in read_rows(self._path):
-            gold, before = seen.setdefault(problem.id, (problem.gold, place))
-            if gold != problem.gold:
-                both = f"{problem.gold} and {gold}"
-                raise EvalError(f"{self._path}, {place}: the question of {before}, with another answer: {both}")
-            if before == place:
-                yield problem
-            else:
-                self.repeated += 1
+    Raises:
+        EvalError: the file cannot be read, a row is not GSM8K's, or a question comes with two answers.
+    """
+    seen: dict[str, tuple[str, str]] = {}
+    for problem, _, place in read_rows(path):
+        gold, before = seen.setdefault(problem.id, (problem.gold, place))
+        if gold != problem.gold:
+            both = f"{problem.gold} and {gold}"
+            raise EvalError(f"{path}, {place}: the question of {before}, with another answer: {both}")
+        if before == place:
+            yield problem
+        else:
+            counts["repeated"] += 1
 
 
 def read_rows(path: Path) -> Iterator[ProblemRow]:

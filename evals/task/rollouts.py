@@ -36,7 +36,6 @@ from evals.task import steering
 from evals.task.prompts import Prompts
 from evals.task.trajectory import Problem, Sample, failed, run_problem, sample_key
 
-ROWS = 64
 ANY, NONE = -1, 0  # of Ray Data's tasks that may fail
 ASKED = pa.struct([("variant", pa.string()), ("epoch", pa.int32())])
 logger = logging.getLogger(__name__)
@@ -213,10 +212,8 @@ async def _work(
 
 
 def _tasks(work: pa.Table) -> Iterator[tuple[Problem, str, int]]:
-    """All variants and epochs of a problem, then those of the next; few rows at a time are Python's."""
-    for batch in work.to_batches(max_chunksize=ROWS):
-        for row in batch.to_pylist():
-            asked = row.pop("asked")
-            problem = Problem(**row)
-            for one in asked:
-                yield problem, one["variant"], one["epoch"]
+    """All variants and epochs of a problem, then those of the next."""
+    for row in work.to_pylist():
+        asked = row.pop("asked")
+        for one in asked:
+            yield Problem(**row), one["variant"], one["epoch"]
