@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from evals.activations_meta import runs_of, why_not_stored
-from evals.config import CONTROL, Config, EvalError, Mode
+from evals.config import CONTROL, STORED, Config, EvalError, Mode
 from evals.report.page import write_report
 from evals.results.activation_stats import write_stats
 from evals.results.readout_tally import ReadoutTally
-from evals.results.results import read_json, read_samples, write_dataset, write_json, write_views
+from evals.results.results import read_json, read_samples, scored_earlier, write_dataset, write_json, write_views
 from evals.results.table import write_table
 from evals.results.tally import ActivationTally, ConditionTally, ModeTally
 from evals.results.transfer import FOLDER, TRANSFER_FILE, transfer, transferred_runs
@@ -40,7 +40,7 @@ def conclude(directory: Path, incomplete: str | None, now: Config | None = None)
         EvalError: the directory holds no run.
     """
     summary = summarize(directory, incomplete)
-    config, recorded = Config.model_validate(summary["config"]), summary["activations"]
+    config, recorded = Config.model_validate(summary["config"], context=STORED), summary["activations"]
     if config.transfer_activations and recorded["runs"] and not incomplete:
         now = now or config
         try:
@@ -73,10 +73,10 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         incomplete: why the run ended early, if it did.
 
     Raises:
-        EvalError: the directory holds no run.
+        EvalError: the directory holds no run, or one of an earlier version.
     """
     facts = read_json(directory / "config.json")
-    config = Config.model_validate(facts["config"])
+    config = Config.model_validate(facts["config"], context=STORED)
     conditions: Conditions = {
         (mode, variant): ConditionTally(config.rule) for mode in config.modes for variant in asked(config)
     }
@@ -84,6 +84,8 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     activations = ActivationTally(config.session_id, config.tokens) if config.collect_activations else None
     readouts = ReadoutTally(facts["readouts"]) if config.readouts else None
     for sample in read_samples(directory):
+        if sample.correct is not None and sample.correct_normalized is None:
+            raise scored_earlier(directory)
         conditions[sample.mode, sample.variant].add(sample)
         modes[sample.mode].add(sample)
         if activations:

@@ -16,9 +16,9 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from evals.activations_meta import points_of, runs_of, tokens_of, why_not_stored
-from evals.config import Config, EvalError
+from evals.config import STORED, Config, EvalError
 from evals.labels.spans import spans_of
-from evals.results.results import read_json, read_samples
+from evals.results.results import read_json, read_samples, scored_earlier
 from evals.results.transfer import files_of
 from evals.scoring import RULES, Rule
 from evals.task.trajectory import Sample
@@ -57,10 +57,11 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
         null.
 
     Raises:
-        EvalError: the directory holds no run, one that recorded nothing, or one that is being scored again.
+        EvalError: the directory holds no run, one that recorded nothing, or one whose answers are not scored by this
+            version, or not all of them yet.
     """
     directory = Path(results_dir)
-    config = Config.model_validate(read_json(directory / "config.json")["config"])
+    config = Config.model_validate(read_json(directory / "config.json")["config"], context=STORED)
     if not config.collect_activations:
         raise EvalError(f"{directory} recorded no activations: run the evaluation with --collect-activations")
     counts = dict.fromkeys(("samples", "failed", "without_run", "earlier_turns"), 0)
@@ -110,6 +111,8 @@ def _labelled(directory: Path, turns: Turns, counts: dict[str, int]) -> Iterator
             raise EvalError(
                 f"{directory} is being scored again: wait; if the scoring was interrupted, run evals.gsm8k --resume",
             )
+        if sample.correct_normalized is None:
+            raise scored_earlier(directory)
         last = len(sample.turns) - 1
         stored = [number for number, turn in enumerate(sample.turns) if why_not_stored(turn.activations) is None]
         counts["without_run"] += last not in stored

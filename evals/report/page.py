@@ -21,7 +21,7 @@ from evals.config import EvalError
 from evals.report.charts import SHARES, Scale, around_zero, histogram, lines, stacked
 from evals.report.page_data import blocks
 from evals.results import activation_stats
-from evals.results.results import read_json
+from evals.results.results import read_json, scored_earlier
 from evals.results.tally import OUTCOMES, PAIRS, pair_name, unswept
 from evals.scoring import RULES
 
@@ -114,12 +114,15 @@ def finished(directory: Path) -> Record:
     """The summary of a results directory.
 
     Raises:
-        EvalError: the directory holds no finished run.
+        EvalError: the directory holds no finished run, or one of an earlier version.
     """
     path = directory / "summary.json"
     if not path.is_file():
         raise EvalError(f"{directory} has no finished run: there is no {path.name}")
-    return read_json(path)
+    summary = read_json(path)
+    if "rule" not in summary:
+        raise scored_earlier(directory)
+    return summary
 
 
 def _differences(paired: list[Record], conditions: Record) -> list[tuple[str, str, str, str, list[tuple[str, Record]]]]:

@@ -27,6 +27,7 @@ MAY_DIFFER = {"base_url", "parallel", "workers", "timeout", "retries", "max_outa
 MAY_DIFFER |= {"max_failures", "dataset", "variants_file", "few_shot_file", "transfer_activations", "serve"}
 MAY_DIFFER |= {"rule", "rewards"} | OF_ONE_CALL
 ROOT = Path(__file__).parents[2]
+DEFAULTS = Config.model_construct(session_id="", results_dir=Path()).model_dump(mode="json")
 GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]
 SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server must report again if it did before
@@ -90,7 +91,7 @@ def differences(earlier: Facts, now: Facts, ids: Sequence[str] = ()) -> list[str
         now: of the run as it is to go on.
         ids: of its problems, in order.
     """
-    options = earlier["config"]
+    options = DEFAULTS | earlier["config"]  # a run of an earlier version did not know all
     found = changed(options, now["config"], MAY_DIFFER | {"samples", "epochs"})
     found += ["epochs"] * (now["config"]["epochs"] < options["epochs"])
     if now["config"]["timeout"] < earlier["config"]["timeout"]:
@@ -160,7 +161,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 def _texts(prompts: Facts) -> Facts:
     """What the model is shown; not which file the examples were read from, and not what an option says as well."""
     few_shot = prompts.get("few_shot")
-    texts = {name: text for name, text in prompts.items() if name != "tools"}
+    texts = {name: text for name, text in prompts.items() if name != "tools"}  # which earlier versions did not record
     return texts | {"few_shot": few_shot and few_shot["examples"]}
 
 

@@ -195,6 +195,14 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def scored_earlier(directory: Path) -> EvalError:
+    """Why the scores of a directory are not used: they are not by today's rules."""
+    return EvalError(
+        f"{directory} was scored by an earlier version: where config.json has the same version of Vitrine, evals.gsm8k "
+        "--resume scores its answers anew; otherwise run the evaluation again"
+    )
+
+
 def _read(path: Path) -> Sample:
     try:
         return Sample.model_validate_json(path.read_bytes())

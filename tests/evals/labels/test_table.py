@@ -164,11 +164,12 @@ def test_transferred_files_are_read_where_the_store_is_elsewhere(made: Path, tmp
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ({"correct_normalized": None}, "was scored by an earlier version: .* otherwise run the evaluation again"),
         ({"correct": None, "rewards": {}, "reward": None}, "is being scored again"),
         (None, r"samples/\S+\.json cannot be read"),
     ],
 )
-def test_samples_without_a_score_give_no_labels(
+def test_samples_without_a_score_of_this_version_give_no_labels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any] | None, told: str
 ) -> None:
     options = {"modes": ("no-tools",), "skill": 1.0, "activations": says(tmp_path / "store", SESSION)}
