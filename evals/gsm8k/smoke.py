@@ -6,11 +6,9 @@ completion -> stored run -> the same over HTTP -> deleted
 import io
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from zipfile import BadZipFile
 
 import httpx
 import numpy as np
@@ -18,20 +16,11 @@ import numpy as np
 from deployments.activations.reader.paging import Paging
 from evals.activations_meta import points_of, shape_of, why_not_stored
 from evals.config import Config, EvalError
+from evals.server.inline import UNREADABLE
 from evals.server.keys import headers
 
 # What an answer raises that is odd, or none of a server of models.
-STEP_ERRORS = (
-    httpx.HTTPError,
-    BadZipFile,
-    zlib.error,
-    EOFError,
-    AttributeError,
-    LookupError,
-    OSError,
-    TypeError,
-    ValueError,
-)
+STEP_ERRORS = (httpx.HTTPError, AttributeError, *UNREADABLE)
 QUESTION = "Ann has 3 boxes of 12 pens. How many pens is that?"
 NEW_TOKENS = 16
 

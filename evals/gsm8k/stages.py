@@ -140,8 +140,9 @@ def prepare(config: Config) -> Work:
         EvalError: there are no such problems, texts or rewards, or no Ray.
     """
     reward = Rewarding(load_rewards(config.rewards), _say)
-    connect()
-    terminate_as_interrupt()
+    if "generate" in config.stages:
+        connect()
+        terminate_as_interrupt()
     chosen = load_problems(config)
     path = locate(config.dataset, config.split)
     if chosen.repeated:

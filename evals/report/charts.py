@@ -1,7 +1,7 @@
 """What the charts of a page show, as places from 0 to 100; the templates draw them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,18 +62,19 @@ class Histogram:
     tallest: float
 
 
-def histogram(directory: Path, column: str, usual: float) -> Histogram:
+def histogram(directory: Path, column: str, usual: float, conditions: Collection[str]) -> Histogram:
     """Counts a column of samples.parquet, batch by batch.
 
     Args:
         directory: the results.
         column: of numbers from 0 on.
         usual: what most samples lie below: far above it is the last bin.
+        conditions: that are shown.
     """
-    most = max((float(values.max()) for _, values in _batches(directory, column)), default=0.0)
+    most = max((float(values.max()) for _, values in _batches(directory, column, conditions)), default=0.0)
     high = nice(min(most, 2 * usual) or 1.0)
     counts: dict[str, np.ndarray] = {}
-    for keys, values in _batches(directory, column):
+    for keys, values in _batches(directory, column, conditions):
         bins = np.minimum((values / high * BINS).astype(np.int64), BINS - 1)
         for key in np.unique(keys):
             counts.setdefault(key, np.zeros(BINS, dtype=np.int64))
@@ -84,15 +85,15 @@ def histogram(directory: Path, column: str, usual: float) -> Histogram:
     return Histogram(high, most > high, bars, tallest)
 
 
-def _batches(directory: Path, column: str) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+def _batches(directory: Path, column: str, conditions: Collection[str]) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     with pq.ParquetFile(directory / "samples.parquet") as file:
         for batch in file.iter_batches(batch_size=BATCH, columns=["mode", "variant", "outcome", column]):
             batch = batch.filter(pc.and_(pc.not_equal(batch["outcome"], "failed"), pc.greater(batch[column], 0)))
-            if not batch.num_rows:
-                continue
             names = zip(batch["mode"].to_pylist(), batch["variant"].to_pylist(), strict=True)
             keys = np.array([f"{mode}.{variant}" for mode, variant in names])
-            yield keys, batch[column].to_numpy(zero_copy_only=False).astype(np.float64)
+            shown = np.isin(keys, list(conditions))
+            if shown.any():
+                yield keys[shown], batch[column].to_numpy(zero_copy_only=False).astype(np.float64)[shown]
 
 
 def stacked(counts: dict[str, int]) -> list[tuple[str, float, float]]:

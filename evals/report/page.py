@@ -98,8 +98,8 @@ def report_context(directory: Path) -> Record:
             (abs(p["difference"] or 0) for p in summary["paired"] if p["kind"] == "steering"), default=0
         ),
         "outcomes": {key: stacked(c["outcomes"]) for key, c in conditions.items()},
-        "lengths": histogram(directory, "completion_tokens", _usual(plain, "completion_tokens_per_sample")),
-        "latencies": histogram(directory, "latency_s", _usual(plain, "latency_s")),
+        "lengths": histogram(directory, "completion_tokens", _usual(plain, "completion_tokens_per_sample"), plain),
+        "latencies": histogram(directory, "latency_s", _usual(plain, "latency_s"), plain),
         "rewards": list(dict.fromkeys(name for c in conditions.values() for name in c["rewards"])),
         "weights": summary["config"].get("rewards") or {},
         "stats": stats,
@@ -132,14 +132,11 @@ def _differences(paired: list[Record], conditions: Record) -> list[tuple[str, st
         a, b = conditions[pair["a"]], conditions[pair["b"]]
         if pair["kind"] == "steering":
             head = (f"Steered less {a['variant']}, {a['mode']}", "condition", f"{a['variant']} alone", "steered alone")
-            label = b["variant"]
         elif pair["kind"] == "variant":
             head = (f"Variants less {a['variant']}, {a['mode']}", "variant", f"{a['variant']} alone", "variant alone")
-            label = b["variant"]
         else:
             head = (f"{b['mode']} less {a['mode']}", "variant", f"{a['mode']} alone", f"{b['mode']} alone")
-            label = b["variant"]
-        tables.setdefault(head[0], (*head, []))[-1].append((label, pair))
+        tables.setdefault(head[0], (*head, []))[-1].append((b["variant"], pair))
     return list(tables.values())
 
 

@@ -22,7 +22,8 @@ NAME = "activation_stats.json"
 MOST_RUNS = 300
 BATCH_BYTES = 32 << 20  # of rows in memory at once, in the dtype that was stored
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)")
-GROUPS = ("correct", "other", "rest")  # rest: rows in which right answers and others are not compared
+GROUPS = ("all", "correct", "other")
+COMPARED = {"turns": "last", "tokens": "those that the answer was drawn at"}
 
 
 class _Recorded(NamedTuple):
@@ -66,12 +67,6 @@ class _Sums:
         self.value += float(rows.sum(dtype=torch.float64))
         self.absmax = max(self.absmax, float(rows.abs().max()))
 
-    def joined(self, other: "_Sums") -> "_Sums":
-        """Both together."""
-        names = ("tokens", "values", "norm", "square", "value", "not_finite")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return _Sums(absmax=max(self.absmax, other.absmax), **sums)
-
     def said(self) -> dict[str, Any]:
         """The statistics; None where there is no row."""
         if not self.tokens:
@@ -97,7 +92,7 @@ def write_stats(directory: Path, *, most_runs: int = MOST_RUNS, seed: int = 0) -
 
     Args:
         directory: the results directory.
-        most_runs: of more, a sample is read.
+        most_runs: of more, a sample is read. As many are read of those in which right answers and others are compared.
         seed: which.
 
     Returns:
@@ -135,25 +130,36 @@ def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str
     from deployments.activations import runs
 
     there = {run.run_id for run in runs(source)}
-    of_runs = sum(run.run_id in there for run in _recorded(directory))
-    if not of_runs:
+
+    def found() -> Iterator[_Recorded]:
+        return (run for run in _recorded(directory) if run.run_id in there)
+
+    def compared() -> Iterator[_Recorded]:
+        return (run for run in found() if run.is_last and (run.mode, run.variant) == (mode, variant))
+
+    def drawn(runs: Iterator[_Recorded]) -> dict[str, _Recorded]:
+        return {run.run_id: run for run in heapq.nsmallest(most, runs, key=lambda run: _rank(run.run_id, seed))}
+
+    if not (chosen := drawn(found())):
         raise ValueError(f"{source} has none of the samples' runs")
-    chosen = heapq.nsmallest(
-        most, (run for run in _recorded(directory) if run.run_id in there), key=lambda run: _rank(run.run_id, seed)
-    )
     # Without tools, where there is that. A steered condition's name begins with that of its variant: it is not least.
-    of = (run for run in _recorded(directory) if run.run_id in there)
-    mode, _, variant = min((run.mode, run.variant != CONTROL, run.variant) for run in of)
-    last = {run.run_id for run in chosen if run.is_last and (run.mode, run.variant) == (mode, variant)}
+    mode, _, variant = min((run.mode, run.variant != CONTROL, run.variant) for run in found())
+    last = drawn(compared())
+    of_runs, of_compared = (sum(1 for _ in runs) for runs in (found(), compared()))
     sums = _sums(source, chosen, last)
-    points = {name: _point(name, of) for name, of in sums.items()}
-    compared = {"mode": mode, "variant": variant, "turns": "last", "tokens": "those that the answer was drawn at"}
-    found = {"points": points, "of_runs": of_runs, "runs": len(chosen), "sampled": len(chosen) < of_runs}
-    return found | {"by_outcome": compared}
+    return {
+        "points": {name: _point(name, of) for name, of in sums.items()},
+        "of_runs": of_runs,
+        "runs": len(chosen),
+        "sampled": len(chosen) < of_runs,
+        "by_outcome": {"mode": mode, "variant": variant, "of_runs": of_compared, "runs": len(last)} | COMPARED,
+    }
 
 
-def _sums(source: Path, chosen: list[_Recorded], last: set[str]) -> dict[str, dict[str, tuple[set[int], _Sums]]]:
-    """By point and group, which runs there are and their sums.
+def _sums(
+    source: Path, chosen: dict[str, _Recorded], last: dict[str, _Recorded]
+) -> dict[str, dict[str, tuple[set[int], _Sums]]]:
+    """By point and group, which runs there are and their sums: `all` of the chosen ones.
 
     Right answers are compared with others in the `last` turns of one condition, from the prompt's last token on: of
     other turns and conditions, and of prompts, there would be more in one group than in the other, which alone would
@@ -164,8 +170,8 @@ def _sums(source: Path, chosen: list[_Recorded], last: set[str]) -> dict[str, di
     from deployments.activations import load
     from deployments.activations.reader.training import ActivationRows
 
-    of = {run.run_id: run for run in chosen}
-    first = load(source, chosen[0].run_id)
+    of = chosen | last
+    first = load(source, next(iter(chosen)))
     names = [name for name in first if isinstance(first[name], torch.Tensor)]  # attention patterns are none
     if not names:
         raise ValueError("only attention patterns were recorded, which have no norm")
@@ -174,11 +180,12 @@ def _sums(source: Path, chosen: list[_Recorded], last: set[str]) -> dict[str, di
     batch_size = max(1, BATCH_BYTES // row_bytes)
     rows = ActivationRows(source, names, batch_size=batch_size, runs=set(of), shuffle=False)
     right = torch.tensor([of[run.run_id].correct for run in rows.runs])
-    compared = torch.tensor([run.run_id in last for run in rows.runs])
+    counted, compared = (torch.tensor([run.run_id in some for run in rows.runs]) for some in (chosen, last))
     begins = torch.tensor([run.prompt_tokens - 1 for run in rows.runs])
     for batch in rows:
         drawn = compared[batch.run] & (batch.position >= begins[batch.run])
-        for group, its in zip(GROUPS, (drawn & right[batch.run], drawn & ~right[batch.run], ~drawn), strict=True):
+        is_right = right[batch.run]
+        for group, its in zip(GROUPS, (counted[batch.run], drawn & is_right, drawn & ~is_right), strict=True):
             for name in names:
                 ids, sum_of = sums[name][group]
                 ids.update(batch.run[its].tolist())
@@ -191,14 +198,13 @@ def _floats(rows: "torch.Tensor") -> "torch.Tensor":
 
 
 def _point(name: str, of: dict[str, tuple[set[int], _Sums]]) -> dict[str, Any]:
-    whole = of["correct"][1].joined(of["other"][1]).joined(of["rest"][1])
     layer = LAYER.search(name)
     by_outcome = {group: {"runs": len(of[group][0]), **of[group][1].said()} for group in ("correct", "other")}
     return {
         "layer": int(layer[1]) if layer else None,
         "site": layer[2] if layer else name,
-        "runs": len(set().union(*(ids for ids, _ in of.values()))),
-        **whole.said(),
+        "runs": len(of["all"][0]),
+        **of["all"][1].said(),
         "by_outcome": by_outcome,
     }
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deployments import __version__
 from evals.config import Config
@@ -16,10 +16,8 @@ from evals.server.readout_client import installed
 from evals.server.server_queries import ask_json, is_closed
 from evals.serving_config import OF_ONE_CALL
 from evals.task import steering
+from evals.task.problems import ChosenProblems
 from evals.task.prompts import Prompts
-
-if TYPE_CHECKING:
-    from evals.task.problems import ChosenProblems  # which imports Ray
 
 PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nnsight", "numpy")
 # How a run reaches the server, which files it reads and where it writes: the answers do not hang on these. What the
@@ -43,7 +41,7 @@ SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server must report
 }
 
 
-def facts(config: Config, prompts: Prompts, path: Path, chosen: "ChosenProblems") -> Facts:
+def facts(config: Config, prompts: Prompts, path: Path, chosen: ChosenProblems) -> Facts:
     """What config.json says before the first request.
 
     Args:

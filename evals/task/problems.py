@@ -1,18 +1,19 @@
-"""Reading problems with Ray Data and choosing among them."""
+"""Reading problems and choosing among them."""
 
 import hashlib
 import heapq
+import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import ray
+import pyarrow.parquet as pq
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
-from deployments.clusters import this_node
 from deployments.demo_model import PROBLEMS
 from evals.config import HUB_DATASET, Config, EvalError
 from evals.scoring import gold_number, strict_match
@@ -35,11 +36,11 @@ class ChosenProblems(NamedTuple):
 
 
 class ProblemRow(NamedTuple):
-    """A row of a file in GSM8K's format, by its number from 0, and the whole answer that its problem's gold ends."""
+    """A row of a file in GSM8K's format: the problem, the whole answer that its gold ends, and `line 7` or `row 7`."""
 
     problem: Problem
     answer: str
-    number: int
+    place: str
 
 
 def load_problems(config: Config) -> ChosenProblems:
@@ -52,21 +53,18 @@ def load_problems(config: Config) -> ChosenProblems:
         EvalError: no such file, not GSM8K's format, or no problems.
     """
     path = locate(config.dataset, config.split)
-    reading = Reading(path)
-    problems: Iterable[Problem] = reading
+    counts = Counter[str]()
+    problems: Iterable[Problem] = _distinct(path, counts)
     if config.seed is None:
         problems = islice(problems, config.samples)
     elif config.samples is None:
         problems = sorted(problems, key=lambda p: _rank(p, config.seed))
     else:
         problems = heapq.nsmallest(config.samples, problems, key=lambda p: _rank(p, config.seed))
-    # Arrow, not a list: ten thousand problems are a few megabytes in one piece.
-    rows, batches = (problem._asdict() for problem in problems), []
-    while some := list(islice(rows, BATCH)):
-        batches.append(pa.RecordBatch.from_pylist(some, SCHEMA))
-    if not batches:
+    table = pa.Table.from_pylist([problem._asdict() for problem in problems], SCHEMA)
+    if not table.num_rows:
         raise EvalError(f"{path} has no problems")
-    return ChosenProblems(pa.Table.from_batches(batches), reading.repeated)
+    return ChosenProblems(table, counts["repeated"])
 
 
 def locate(dataset: str, split: str, *, option: str = "--dataset") -> Path:
@@ -82,37 +80,29 @@ def locate(dataset: str, split: str, *, option: str = "--dataset") -> Path:
         except (HfHubHTTPError, OSError) as error:
             raise EvalError(f"cannot fetch {HUB_DATASET} split {split}: {error}") from error
     path = PROBLEMS if dataset == "demo" else Path(dataset).expanduser().absolute()
-    if path.suffix not in {".jsonl", ".json", ".parquet"}:
+    if path.suffix not in {".jsonl", ".parquet"}:
         raise EvalError(f"{option} {dataset}: not demo, {HUB_DATASET}, or a .jsonl or .parquet file")
     if not path.is_file():
         raise EvalError(f"{option} {dataset}: no file {path}")
     return path
 
 
-class Reading:
-    """The problems of one file in its order, each question once; how many rows repeat one is counted meanwhile."""
+def _distinct(path: Path, counts: Counter[str]) -> Iterator[Problem]:
+    """The problems of a file in its order, each question once; counts the rows that repeat one as `repeated`.
 
-    def __init__(self, path: Path) -> None:
-        """Initializes the reader; the first iteration reads the file."""
-        self.repeated = 0
-        self._path = path
-
-    def __iter__(self) -> Iterator[Problem]:
-        """The problems.
-
-        Raises:
-            EvalError: the file cannot be read, a row is not GSM8K's, or a question comes with two answers.
-        """
-        seen: dict[str, tuple[str, int]] = {}
-        for problem, _, number in read_rows(self._path):
-            gold, before = seen.setdefault(problem.id, (problem.gold, number))
-            if gold != problem.gold:
-                here, there = _place(self._path, number), _place(self._path, before)
-                raise EvalError(f"{here}: the question of {there}, with another answer: {problem.gold} and {gold}")
-            if before == number:
-                yield problem
-            else:
-                self.repeated += 1
+    Raises:
+        EvalError: the file cannot be read, a row is not GSM8K's, or a question comes with two answers.
+    """
+    seen: dict[str, tuple[str, str]] = {}
+    for problem, _, place in read_rows(path):
+        gold, before = seen.setdefault(problem.id, (problem.gold, place))
+        if gold != problem.gold:
+            both = f"{problem.gold} and {gold}"
+            raise EvalError(f"{path}, {place}: the question of {before}, with another answer: {both}")
+        if before == place:
+            yield problem
+        else:
+            counts["repeated"] += 1
 
 
 def read_rows(path: Path) -> Iterator[ProblemRow]:
@@ -121,18 +111,34 @@ def read_rows(path: Path) -> Iterator[ProblemRow]:
     Raises:
         EvalError: the file cannot be read, or a row is not GSM8K's.
     """
-    read = ray.data.read_parquet if path.suffix == ".parquet" else ray.data.read_json
     try:
-        # None of a CPU: the model's replicas may hold them all.
-        rows = read(str(path), override_num_blocks=1, num_cpus=0, label_selector=this_node()).iter_rows()
-        for number, row in enumerate(rows):
+        for place, row in _parquet(path) if path.suffix == ".parquet" else _json_lines(path):
             try:
                 problem = to_problem(row)
             except EvalError as error:
-                raise EvalError(f"{_place(path, number)}: {error}") from error
-            yield ProblemRow(problem, row["answer"], number)
-    except (ray.exceptions.RayError, pa.ArrowInvalid) as error:
-        raise EvalError(f"cannot read {path}: {str(error).strip().splitlines()[-1]}") from error
+                raise EvalError(f"{path}, {place}: {error}") from error
+            yield ProblemRow(problem, row["answer"], place)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise EvalError(f"cannot read {path}: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with pq.ParquetFile(path) as file:
+        rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(BATCH))
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"line {number}: {error.msg}") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"line {number}: not a JSON object")
+                yield f"line {number}", row
 
 
 def to_problem(row: dict[str, Any]) -> Problem:
@@ -161,15 +167,6 @@ def _text(row: dict[str, Any], name: str) -> str:
     if not isinstance(row[name], str) or not row[name].strip():
         raise EvalError(f"not GSM8K's format: the {name} is {row[name]!r}, not a text")
     return str(row[name])
-
-
-def _place(path: Path, number: int) -> str:
-    """Where a row stands, for people: `data.jsonl, line 7`."""
-    if path.suffix != ".jsonl":
-        return f"{path}, row {number + 1}"
-    with path.open(encoding="utf-8") as lines:
-        full = (line for line, text in enumerate(lines, 1) if text.strip())
-        return f"{path}, line {next(islice(full, number, None))}"
 
 
 def _rank(problem: Problem, seed: int | None) -> str:

@@ -4,6 +4,8 @@ Ray Data's own async functions give results in the order of their inputs, wait a
 stop their event loop while the output is full. So each of `workers` tasks has one block of the problems and an event
 loop of its own, on which its part of the `parallel` slots take the next problem as they become free. A task gives, each
 second, all that has finished since: how many requests are in flight never depends on how fast results are taken.
+A pool of actors over blocks of a few problems would need eight times the CPU time: Ray Data takes milliseconds for each
+block and each result.
 
 Ray does not repeat a task whose process or node dies, since it would ask for the whole block again. A further round
 asks for what is missing, which is what was in flight.
@@ -34,11 +36,9 @@ from evals.task import steering
 from evals.task.prompts import Prompts
 from evals.task.trajectory import Problem, Sample, failed, run_problem, sample_key
 
-ROWS = 64
 ANY, NONE = -1, 0  # of Ray Data's tasks that may fail
 ASKED = pa.struct([("variant", pa.string()), ("epoch", pa.int32())])
 logger = logging.getLogger(__name__)
-START_S = 30.0  # seconds at most
 GATHER_S = 1.0  # seconds: each block costs Ray Data time and memory, on cores that the model may need
 
 
@@ -73,7 +73,6 @@ def run_all(
     Raises:
         ray.exceptions.RayError: Tasks died before they gave anything, twice.
     """
-    _wait_for_statistics()
     left = {
         problem: tuple(
             (variant, epoch)
@@ -94,15 +93,6 @@ def run_all(
         lost = NONE if missing == count else ANY  # what dies at once, twice, is no accident
         if missing:
             logger.warning("%d samples are missing since a worker died: they are asked for again", missing)
-
-
-def _wait_for_statistics() -> None:
-    """Waits until Ray Data's own actor stands: its start takes a second of the cores that the model may need."""
-    try:
-        actor = ray.get_actor("datasets_stats_actor", namespace="_dataset_stats_actor")
-    except ValueError:  # nothing has been read by Ray Data yet
-        return
-    ray.wait([actor.__ray_ready__.remote()], timeout=START_S)
 
 
 def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, lost: int) -> Iterator[Sample]:
@@ -222,10 +212,8 @@ async def _work(
 
 
 def _tasks(work: pa.Table) -> Iterator[tuple[Problem, str, int]]:
-    """All variants and epochs of a problem, then those of the next; few rows at a time are Python's."""
-    for batch in work.to_batches(max_chunksize=ROWS):
-        for row in batch.to_pylist():
-            asked = row.pop("asked")
-            problem = Problem(**row)
-            for one in asked:
-                yield problem, one["variant"], one["epoch"]
+    """All variants and epochs of a problem, then those of the next."""
+    for row in work.to_pylist():
+        asked = row.pop("asked")
+        for one in asked:
+            yield Problem(**row), one["variant"], one["epoch"]

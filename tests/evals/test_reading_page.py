@@ -37,38 +37,17 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "store"
 
 
-def in_order() -> list[tuple[str, list[str]]]:
-    """Each block of Python with the commands of the shell blocks before it; behind them, the last commands alone."""
-    commands: list[str] = []
-    found = []
-    for language, block in BLOCKS:
-        if language == "sh":
-            commands += block.splitlines()
-        else:
-            assert language == "python"
-            found.append((block, list(commands)))
-    return [*found, ("", commands)]
+def run(command: str, store: Path) -> None:
+    python, _, module, *args = shlex.split(command)
+    assert python == "python"
+    if module == "evals.labels":
+        assert labels(args) == 0
+    else:
+        assert module == "deployments.activations"
+        assert activations([args[0], "--dir", str(store), *args[1:]]) == 0
 
 
-def examples() -> list[Any]:
-    """The same as parameters; those with Ray run on the tests' cluster."""
-    return [pytest.param(*block, marks=pytest.mark.server if "ray" in block[0] else ()) for block in in_order()]
-
-
-@pytest.mark.parametrize(("code", "commands"), examples(), ids=lambda value: None)
-def test_an_example_works(
-    request: pytest.FixtureRequest, store: Path, code: str, commands: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    if "ray" in code:
-        request.getfixturevalue("cluster")
-    for command in commands:
-        python, _, module, *args = shlex.split(command)
-        assert python == "python"
-        if module == "evals.labels":
-            assert labels(args) == 0
-        else:
-            assert module == "deployments.activations"
-            assert activations([args[0], "--dir", str(store), *args[1:]]) == 0
+def check(code: str, store: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "example"}
     exec(code.replace(STORE, str(store)), namespace)  # noqa: S102 - the page's own
     if "load(" in code:
@@ -80,6 +59,22 @@ def test_an_example_works(
         assert namespace["loss"].isfinite()
     if "duckdb" in code:
         assert sorted(row[0] for row in namespace["first"]) == [False, True]
+
+
+def test_the_examples_work_in_their_order(store: Path) -> None:
+    for language, block in BLOCKS:
+        assert language in ("sh", "python")
+        if language == "python" and "ray_data" not in block:
+            check(block, store)
+        for command in block.splitlines() if language == "sh" else ():
+            run(command, store)
+
+
+def test_the_examples_with_ray_work(store: Path, cluster: Any) -> None:
+    examples = [block for language, block in BLOCKS if language == "python" and "ray_data" in block]
+    assert examples
+    for block in examples:
+        check(block, store)
 
 
 def test_a_point_of_a_run_lies_over_a_map_of_its_file(store: Path) -> None:

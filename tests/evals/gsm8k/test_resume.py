@@ -75,6 +75,11 @@ def options(server: FakeServer, dataset: Path, results: Path) -> list[str]:
     return [*where, "--variants", "control,calm", "--parallel", "2", "--retries", "0"]
 
 
+def one_problem(server: FakeServer, write_problems: Write, directory: Path) -> list[str]:
+    where = ["--base-url", server.base_url, "--dataset", str(write_problems(""))]
+    return [*where, "--mode", "no-tools", "--results-dir", str(directory / "results")]
+
+
 def resumed(results: Path) -> None:
     """Goes on with a run, which then comes to what an unbroken one does."""
     before = {path: path.stat().st_mtime_ns for path in (results / "samples").iterdir()}
@@ -187,12 +192,13 @@ def test_failed_samples_are_asked_again_and_others_are_not(
 ) -> None:
     path, results = write_problems("", "[down]", "", ""), tmp_path / "results"
     argv = ["--base-url", server.base_url, "--dataset", str(path), "--results-dir", str(results), "--max-outage", "0"]
+    argv += ["--mode", "no-tools"]
     assert main(argv) == 1
-    assert summary(results)["counts"]["failed"] == 2
+    assert summary(results)["counts"]["failed"] == 1
     server.up = True
     server.requests.clear()
     assert main([*argv, "--resume"]) == 0
-    assert summary(results)["counts"] | {"samples": 8, "failed": 0} == summary(results)["counts"]
+    assert summary(results)["counts"] | {"samples": 4, "failed": 0} == summary(results)["counts"]
     assert all("[down]" in body["messages"][0]["content"] for body in server.requests)
 
 
@@ -345,38 +351,23 @@ def test_what_was_transferred_stays_so_until_there_is_more(
     assert not transferred.exists()
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "named"),
-    [
-        ("--max-tokens", "7", "max_tokens"),
-        ("--variants", "control,calm", "variants"),
-        ("--session-id", "another", "session_id"),
-    ],
-)
 def test_another_run_is_not_mixed_into_an_earlier_one(
-    server: FakeServer,
-    cluster: Any,
-    write_problems: Write,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    option: str,
-    value: str,
-    named: str,
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = tmp_path / "results"
-    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("")), "--results-dir", str(results)]
+    argv = one_problem(server, write_problems, tmp_path)
     assert main(argv) == 0
-    before = summary(results)
-    assert main([*argv, "--resume", option, value]) == 2
-    assert f"a run with other {named}" in capsys.readouterr().err
-    assert summary(results) == before
+    before = summary(tmp_path / "results")
+    others = {"max_tokens": "7", "variants": "control,calm", "session_id": "another"}
+    for name, value in others.items():
+        assert main([*argv, "--resume", f"--{name.replace('_', '-')}", value]) == 2
+        assert f"a run with other {name}" in capsys.readouterr().err
+    assert summary(tmp_path / "results") == before
 
 
 def test_a_dataset_that_changed_is_not_mixed_into_an_earlier_run(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = tmp_path / "results"
-    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("")), "--results-dir", str(results)]
+    argv = one_problem(server, write_problems, tmp_path)
     assert main(argv) == 0
     write_problems("", "")
     assert main([*argv, "--resume"]) == 2
@@ -386,8 +377,7 @@ def test_a_dataset_that_changed_is_not_mixed_into_an_earlier_run(
 def test_answers_of_another_revision_of_the_model_are_not_mixed_into_an_earlier_run(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--base-url", server.base_url, "--dataset", str(write_problems(""))]
-    argv += ["--results-dir", str(tmp_path / "results")]
+    argv = one_problem(server, write_problems, tmp_path)
     server.told = {"revision": "1" * 40}
     assert main(argv) == 0
     server.told = {"revision": "2" * 40}
@@ -404,6 +394,7 @@ def test_a_run_goes_on_from_another_directory(
     monkeypatch.chdir(tmp_path)
     argv = ["--dataset", "problems.jsonl", "--few-shot-file", "examples.jsonl", "--variants-file", "texts.yaml"]
     argv += ["--base-url", server.base_url, "--few-shot", "1", "--variants", "control,calm", "--max-outage", "0"]
+    argv += ["--mode", "no-tools"]
     assert main([*argv, "--results-dir", "results"]) == 1
     server.up = True
     (tmp_path / "elsewhere").mkdir()

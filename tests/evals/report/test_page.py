@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from stored import SITES, Store, points
 
 from evals.config import EvalError
-from evals.report.page import main, write_report
+from evals.report.page import main, report_context, write_report
 from evals.results.activation_stats import write_stats
 from evals.results.results import read_json
 from evals.server.readout_client import Readings
@@ -239,3 +239,13 @@ def test_a_directory_without_a_run_has_no_report(tmp_path: Path, capsys: pytest.
     assert main([str(tmp_path)]) == 2
     assert "no finished run" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_histograms_are_of_the_conditions_that_are_shown(tmp_path: Path) -> None:
+    add = {"op": "add", "point": "layers.1.output", "vector": "calm"}
+    results = make_results(tmp_path / "results", interventions=(add,), sweep={"scale": (-8.0, 8.0)})
+    context = report_context(results)
+    assert len(context["outcomes"]) == 6
+    for histogram in (context["lengths"], context["latencies"]):
+        assert set(histogram.bars) == {"no-tools.control", "with-tools.control"}
+        assert max(map(max, histogram.bars.values())) == 100

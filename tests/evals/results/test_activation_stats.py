@@ -84,6 +84,17 @@ def test_of_many_runs_a_seeded_sample_is_read_and_that_is_said(tmp_path: Path) -
     assert found["points"] != read(tmp_path / "results", most_runs=4, seed=1)["points"]
 
 
+def test_right_answers_and_others_are_sampled_within_their_condition(tmp_path: Path) -> None:
+    values = {f"r{i}": (i % 2 == 0, points(i, 2)) for i in range(6)}
+    values |= {f"r{i}@no-tools/control_scale{i}": (True, points(i, 2)) for i in range(60)}
+    with Store(tmp_path / "store") as store:
+        recorded(store, tmp_path / "results", values)
+    found = read(tmp_path / "results", most_runs=6)
+    assert (found["runs"], found["by_outcome"]["runs"], found["by_outcome"]["of_runs"]) == (6, 6, 6)
+    for of in found["points"].values():
+        assert (of["runs"], [of["by_outcome"][group]["runs"] for group in ("correct", "other")]) == (6, [3, 3])
+
+
 def test_transferred_files_come_before_the_stores_own(tmp_path: Path) -> None:
     with Store(tmp_path / "store") as store:
         recorded(store, tmp_path / "results", {"r1": (True, points(1, 4))})

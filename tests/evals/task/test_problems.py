@@ -14,8 +14,6 @@ from evals.task.trajectory import Problem
 
 Write = Callable[..., Path]
 
-pytestmark = pytest.mark.usefixtures("cluster")
-
 
 def load(path: Path | str, *options: str) -> list[Problem]:
     table = load_problems(parse_args(["--dataset", str(path), *options])).problems
@@ -110,8 +108,9 @@ def test_an_example_without_a_question_is_refused_with_its_place(write_problems:
     [
         ('{"question": "q", "answer": "no number"}\n', "without ####"),
         ('{"prompt": "q", "target": "#### 1"}\n', "no field 'question'"),
-        ("not json\n", "cannot read"),
-        ("", "no problems|cannot read"),
+        ("not json\n", "cannot read .*: line 1"),
+        ("[1, 2]\n", "line 1: not a JSON object"),
+        ("", "no problems"),
     ],
 )
 def test_another_format_is_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:

@@ -62,7 +62,6 @@ def test_the_shipped_examples_are_gsm8ks_format_and_right() -> None:
             assert eval(step.split("=")[0].split()[-1]) == int(sides[0])  # noqa: S307
 
 
-@pytest.mark.usefixtures("cluster")
 def test_examples_are_the_first_of_the_train_split_that_are_not_asked(write_problems: Write) -> None:
     test = write_problems("[b]", name="test.jsonl")
     write_problems("[b]", "[c]", "[d]", "[e]", name="train.jsonl")
@@ -72,7 +71,6 @@ def test_examples_are_the_first_of_the_train_split_that_are_not_asked(write_prob
     assert shown.source == str(test.with_name("train.jsonl"))
 
 
-@pytest.mark.usefixtures("cluster")
 def test_examples_come_from_a_file_that_is_named_else_from_those_that_ship(write_problems: Write) -> None:
     path = write_problems("[own]")
     named = examples(set(), "--few-shot", "1", "--few-shot-file", str(path))
@@ -85,7 +83,6 @@ def test_examples_come_from_a_file_that_is_named_else_from_those_that_ship(write
     assert examples(set()) is None
 
 
-@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
