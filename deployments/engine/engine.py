@@ -24,7 +24,7 @@ import torch
 from deployments.engine import kv_memory
 from deployments.engine.capture.buffer import CaptureBuffer, CaptureError, joined
 from deployments.engine.capture.captured import Captured
-from deployments.engine.capture.ring import CaptureRing
+from deployments.engine.capture.ring import CaptureRing, window_bytes
 from deployments.engine.capture_budget import CaptureBudget
 from deployments.engine.decoding.lens_reader import check_lens
 from deployments.engine.decoding.prompt_logprobs import PromptScores
@@ -102,7 +102,7 @@ class Engine:
         self.step_began: float | None = None  # monotonic seconds; None between steps
         self._queued = set[str]()  # requests that no forward has taken yet
         self._memory = KvMemory(model, max_running, kv_bytes, kv_fraction)
-        self._ring = CaptureRing(model.device)
+        self._ring = CaptureRing(model.device, window_bytes(model.device, capture_bytes))
         self._runner = Runner(model, self._memory, self._ring)
         prefill_tokens = prefill_tokens or (1024 if model.device.type == "cpu" else 4096)
         self._capture_budget = CaptureBudget(capture_bytes)
