@@ -24,7 +24,7 @@ import torch
 from deployments.engine import kv_memory
 from deployments.engine.capture.buffer import CaptureBuffer, CaptureError, joined
 from deployments.engine.capture.captured import Captured
-from deployments.engine.capture.ring import CaptureRing
+from deployments.engine.capture.ring import CaptureRing, window_bytes
 from deployments.engine.capture_budget import CaptureBudget
 from deployments.engine.decoding.lens_reader import check_lens
 from deployments.engine.decoding.prompt_logprobs import PromptScores
@@ -68,6 +68,10 @@ class _Written(NamedTuple):
     bytes: int
 
 
+class _Compiled(NamedTuple):
+    id: str
+
+
 class Engine:
     """Continuous batching over one model."""
 
@@ -98,13 +102,13 @@ class Engine:
         self.step_began: float | None = None  # monotonic seconds; None between steps
         self._queued = set[str]()  # requests that no forward has taken yet
         self._memory = KvMemory(model, max_running, kv_bytes, kv_fraction)
-        self._ring = CaptureRing(model.device)
+        self._ring = CaptureRing(model.device, window_bytes(model.device, capture_bytes))
         self._runner = Runner(model, self._memory, self._ring)
         prefill_tokens = prefill_tokens or (1024 if model.device.type == "cpu" else 4096)
         self._capture_budget = CaptureBudget(capture_bytes)
         self._scheduler = Scheduler(self._memory, max_running, prefill_tokens, self._capture_budget, model.packs)
         self._recovery = Recovery(self._scheduler, self._memory, self._ring, self.statistics)
-        self._inbox: queue.SimpleQueue[Request | str | _Written | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | str | _Written | _Compiled | None] = queue.SimpleQueue()
         self._arrivals = itertools.count()
         self._idle = True
         self._stopping = False
@@ -250,7 +254,7 @@ class Engine:
         while not self._inbox.empty():
             self._receive(self._inbox.get(), events)
 
-    def _receive(self, message: Request | str | _Written | None, events: list[Event]) -> None:
+    def _receive(self, message: Request | str | _Written | _Compiled | None, events: list[Event]) -> None:
         if isinstance(message, Request):
             capture = message.capture
             recording = None
@@ -267,6 +271,8 @@ class Engine:
             self._cancel(message, events)
         elif isinstance(message, _Written):
             self._capture_budget.written(message.id, message.bytes)
+            self._settle()
+        elif isinstance(message, _Compiled):
             self._settle()
 
     def _cancel(self, request_id: str, events: list[Event]) -> None:
@@ -321,10 +327,12 @@ class Engine:
                     events.append(Rows(seq.request.id, captured))
 
     def _settle(self) -> None:
-        """Let sequences stand still that hold too many recorded bytes."""
+        """Let sequences stand still that hold too many recorded bytes, or whose grammar is compiled anew."""
         share = self._capture_budget.share(self._scheduler.recording)
         for seq in self._scheduler.running:
-            seq.stalled = self._capture_budget.stalls(seq, share)
+            grammar_state = seq.sampling_state.grammar_state
+            compiles = grammar_state is not None and grammar_state.compiles
+            seq.stalled = compiles or self._capture_budget.stalls(seq, share)
             if seq.stalled and seq.recording:
                 self._ring.leave(seq.recording)
 
@@ -335,12 +343,15 @@ class Engine:
         seqs, logits, lens, stopped = outcome
         if not seqs:
             return
-        chosen = choose(logits, [None if seq.ending else seq.sampling_state for seq in seqs])
+        ended = {i for i, seq in enumerate(seqs) if seq.ending or (i in stopped and seq.may_stop)}
+        waiting = {i for i, seq in enumerate(seqs) if i not in ended and not self._may_draw(seq)}
+        undrawn = ended | waiting
+        chosen = choose(logits, [None if i in undrawn else seq.sampling_state for i, seq in enumerate(seqs)])
         for i, seq in enumerate(seqs):
             try:
                 if seq.ending:  # it is said; the forward was for its last row alone
                     self._finish(seq, seq.ending, events)
-                elif i in stopped and len(seq.tokens) >= seq.request.sampling.min_tokens and seq.request.max_tokens:
+                elif i in ended:
                     self._stop(seq, *stopped[i], events)
                 elif i in chosen.failed:
                     code = (
@@ -349,12 +360,19 @@ class Engine:
                         else "engine_error"
                     )
                     self._finish(seq, "error", events, chosen.failed[i], code)
+                elif i in waiting:
+                    seq.fed -= 1  # its last token is run again when its grammar is there
                 else:
                     self._accept(seq, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
             except Exception as error:
                 # A tokenizer's or a grammar's own fault at this sequence's token: the others' tokens count.
                 logger.exception("request %s failed on its token", seq.request.id)
                 self._finish(seq, "error", events, f"{type(error).__name__}: {error}")
+
+    def _may_draw(self, seq: Sequence) -> bool:
+        """Whether a sequence's next token can be drawn now; else its grammar is compiled first, on another thread."""
+        grammar_state = seq.sampling_state.grammar_state
+        return grammar_state is None or grammar_state.ready(lambda: self._inbox.put(_Compiled(seq.request.id)))
 
     def _stop(self, seq: Sequence, check: ThresholdCheck, position: int, events: list[Event]) -> None:
         """End an answer at a row that met its `stop_when`: its token was said, and no other follows."""

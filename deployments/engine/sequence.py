@@ -35,7 +35,7 @@ class Sequence:
         turn: The engine's step in which it last ran.
         overtaken: How many later sequences were taken in while it waited for pages.
         no_memory_at: Its length when it last found no memory by itself.
-        stalled: What it recorded waits to be written: it goes on when that is done.
+        stalled: What it recorded waits to be written, or its grammar to be compiled: it goes on when that is done.
         unsaid: What it has to say at its end, where it is not streamed.
         ending: Decided; one more forward gives the last token its activations.
         prompt_lens: What its lens read of the prompt so far, by positions.
@@ -92,6 +92,11 @@ class Sequence:
         if self.recording is None:
             return False
         return self.recording.wants_generated if self.tokens else self.recording.wants_prompt
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether its `stop_when` may end it now."""
+        return bool(self.request.max_tokens) and len(self.tokens) >= self.request.sampling.min_tokens
 
     @property
     def lens(self) -> LensLayers | None:

@@ -11,8 +11,22 @@ from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.capture.row_sizes import SPARE_ROWS
 from deployments.places.place import Place
 
-WINDOW_BYTES = 32 << 20  # of the ring in which decoded rows gather before they are cut to requests
+WINDOW_BYTES = 32 << 20  # of the ring in which decoded rows gather before they are cut to requests, on a CPU
+GPU_PART = 128  # of a GPU's memory, one part is the ring's: each window costs a copy for each request and place
+BUDGET_PART = 4  # of a CPU's memory for recorded rows, the ring takes no more than one part beside it
 WINDOW_STEPS = SPARE_ROWS  # of a request for its last rows, what a window brings is spare
+
+
+def window_bytes(device: torch.device, budget: int | None) -> int:
+    """Bytes of a device's ring.
+
+    Args:
+        device: The device.
+        budget: Bytes of host memory for recorded rows; None for any number.
+    """
+    if device.type == "cuda":
+        return max(WINDOW_BYTES, torch.cuda.mem_get_info(device)[1] // GPU_PART)
+    return WINDOW_BYTES if budget is None else min(WINDOW_BYTES, budget // BUDGET_PART)
 
 
 def places_of(recordings: Iterable[CaptureBuffer]) -> list[Place]:
@@ -33,8 +47,15 @@ class CaptureRing:
         recordings: Those whose rows the next forward brings, by their column.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, window: int) -> None:
+        """Initialize a ring without rows.
+
+        Args:
+            device: Where the rows are.
+            window: Bytes of those that gather, or of one step's where these are more.
+        """
         self._device = device
+        self._window = window
         self._ring: dict[Place, torch.Tensor] = {}  # [steps, columns, ...]
         self._steps = 0
         self._step = 0
@@ -76,7 +97,7 @@ class CaptureRing:
         if not fits:
             columns = 1 << (columns - 1).bit_length()  # room for those that join
             step_bytes = columns * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
-            steps = max(1, min(WINDOW_STEPS, WINDOW_BYTES // step_bytes))
+            steps = max(1, min(WINDOW_STEPS, self._window // step_bytes))
             self._ring, self._steps = {}, 0  # the old one goes before the new one comes
             self._ring = {
                 place: torch.empty(steps, columns, *place.shape, dtype=place.dtype, device=self._device)

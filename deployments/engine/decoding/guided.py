@@ -6,6 +6,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -29,10 +30,14 @@ LIMITS = LLParserLimits(
 )
 
 
+_compiling = ThreadPoolExecutor(1, "grammar")  # for sequences that go on alone
+
+
 class GrammarState:
     """Where one sequence stands in its grammar.
 
-    It is kept when its sequence is preempted.
+    It is kept when its sequence is preempted. All sequences of a grammar learn its lexer states together. When they
+    have learned as many as the limit allows, each goes on alone, in a grammar that another thread compiles anew.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -41,24 +46,50 @@ class GrammarState:
         self._shares = True  # what the library has learned of the grammar, with its other sequences
         self._tokens: list[int] = []
         self._allowed: torch.Tensor | None = None
+        self._alone: Future[LLMatcher] | None = None  # until it is taken
 
     @property
     def error(self) -> str | None:
         """Why the grammar cannot be followed any further; None while it can."""
         return _reason(self._matcher.get_error()) if self._matcher.is_error() else None
 
+    @property
+    def compiles(self) -> bool:
+        """Whether its grammar is being compiled anew."""
+        return self._alone is not None and not self._alone.done()
+
+    def ready(self, then: Callable[[], None]) -> bool:
+        """Whether `allowed` has no need to wait for a grammar to be compiled.
+
+        Args:
+            then: Called, on another thread, when it has none any more.
+        """
+        if self._alone is None and self._allowed is None:
+            self._find_allowed()
+            if self._alone is not None:
+                self._alone.add_done_callback(lambda _: then())
+        return not self.compiles
+
     def allowed(self) -> torch.Tensor:
         """[vocabulary] bool on the CPU: what may come next, the model's end tokens exactly where the text may end."""
-        if self._allowed is None:
-            mask = self._matcher.compute_bitmask()
-            # The library says it in words alone: its stop reason is that of any failure.
-            if self._shares and "too many states" in self._matcher.get_error():
-                mask = self._part().compute_bitmask()
-            allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._grammar.vocabulary, bitorder="little")
-            broken, stopped = self._matcher.is_error(), self._matcher.is_stopped()  # stopped: nothing can follow
-            allowed[self._grammar.eos] = not broken and (stopped or self._matcher.is_accepting())
-            self._allowed = torch.from_numpy(allowed.view(np.bool_))
+        while self._allowed is None:
+            if self._alone is not None:
+                self._matcher, self._alone = self._alone.result(), None
+            self._find_allowed()
         return self._allowed
+
+    def _find_allowed(self) -> None:
+        """Find what may come next, or have the grammar compiled anew."""
+        mask = self._matcher.compute_bitmask()
+        # The library says it in words alone: its stop reason is that of any failure.
+        if self._shares and "too many states" in self._matcher.get_error():
+            self._shares, self._grammar.worn = False, True
+            self._alone = _compiling.submit(self._grammar.after, [*self._tokens])
+            return
+        allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._grammar.vocabulary, bitorder="little")
+        broken, stopped = self._matcher.is_error(), self._matcher.is_stopped()  # stopped: nothing can follow
+        allowed[self._grammar.eos] = not broken and (stopped or self._matcher.is_accepting())
+        self._allowed = torch.from_numpy(allowed.view(np.bool_))
 
     def allows_beside(self, tokens: Sequence[int]) -> bool:
         """Whether anything but these tokens may come next."""
@@ -70,13 +101,6 @@ class GrammarState:
         self._tokens.append(token)
         self._matcher.consume_token(token)
         self._allowed = None
-
-    def _part(self) -> LLMatcher:
-        """Go on alone, since all sequences of this grammar together have learned as much as the limit allows."""
-        self._shares, self._grammar.worn = False, True
-        self._matcher = self._grammar.make()
-        self._matcher.consume_tokens(self._tokens)
-        return self._matcher
 
 
 class Grammar:
@@ -106,6 +130,12 @@ class Grammar:
     def begin(self) -> GrammarState:
         """A sequence's state at the beginning of its text."""
         return GrammarState(self)
+
+    def after(self, tokens: Sequence[int]) -> LLMatcher:
+        """Compile it anew, and take it to where it stands after these tokens."""
+        matcher = self.make()
+        matcher.consume_tokens(tokens)
+        return matcher
 
     def _try(self) -> None:
         """Take the first two steps here, where they hold up nobody."""

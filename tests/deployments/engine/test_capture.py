@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deployments.engine.engine import Engine
-from deployments.engine.request import Finished, Request
+from deployments.engine.request import Finished, Request, Rows
 from deployments.model.model import Model
 
 
@@ -146,6 +146,24 @@ def test_rows_given_in_pieces_are_whole_again_and_their_memory_is_free_for_the_n
         for first, now in zip(want, done, strict=True):
             for point, value in now.captured.values.items():
                 assert torch.equal(value, first.captured.values[point])
+
+
+def test_with_little_memory_for_rows_they_go_out_while_their_request_decodes(tiny, prompt, capturing):
+    model = tiny("qwen3")
+    engine = Engine(model, capture_bytes=16 << 10)
+    request = capturing(model, "a", prompt(5), 60, points=["layers.*.output"])
+    engine.submit(replace(request, ignore_eos=True))
+    parts, end = [], None
+    while end is None:
+        for event in engine.step():
+            if isinstance(event, Rows):
+                parts.append(event.captured)
+                engine.written("a", event.captured.bytes)
+            elif isinstance(event, Finished):
+                end = event.captured
+    assert parts
+    assert all(part.bytes <= 16 << 10 for part in (*parts, end))
+    assert [position for part in (*parts, end) for position in part.positions] == [*range(65)]
 
 
 def test_a_module_that_a_forward_leaves_out_fails_the_captures_of_it_alone(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from dataclasses import replace
 
 import jsonschema
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
@@ -19,6 +22,7 @@ from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import GRAMMAR_TOO_COMPLEX, GREEDY, Request, Sampling
 from deployments.errors import RequestError
 
+PATIENCE = 20  # seconds until a test gives up on what never comes
 PERSON = {
     "type": "object",
     "properties": {
@@ -237,6 +241,44 @@ def test_rows_of_one_grammar_do_not_use_up_each_others_states(demo, prompt, monk
         if shared.worn and seed >= 6:
             break
     assert shared.worn
+
+
+def test_while_a_grammar_is_compiled_anew_other_rows_go_on(demo, prompt, capturing, endings, monkeypatch):
+    shared = limited(monkeypatch, demo, 300)
+    numbers = random.Random(0)
+    while not shared.worn:  # its rows have used up their states
+        row = shared.begin()
+        for _ in range(60):
+            going_on = set(row.allowed().nonzero().flatten().tolist()) - demo.eos
+            if not going_on:
+                break
+            row.add(numbers.choice(sorted(going_on)))
+    sampling = Sampling(seed=1, temperature=1.5)
+    guided = capturing(demo, "guided", prompt(5), 60, points=["layers.0.output"])
+    guided = replace(guided, sampling=sampling, grammar=shared)
+    (want,) = Engine(demo).generate([guided])
+    make, compiles = shared.make, threading.Event()
+
+    def make_later():
+        assert compiles.wait(PATIENCE)
+        return make()
+
+    monkeypatch.setattr(shared, "make", make_later)
+    engine = Engine(demo)
+    engine.submit(guided)
+    engine.submit(Request("free", prompt(4), 90, ignore_eos=True))
+    events = []
+    while not (free := endings(events)):
+        events += engine.step()
+    assert free.keys() == {"free"}
+    assert engine.step() == []  # nothing can run
+    compiles.set()
+    while "guided" not in (done := endings(events)):
+        events += engine.step(wait=True)
+    got = done["guided"]
+    assert got.tokens == want.tokens
+    assert got.captured.positions == want.captured.positions
+    torch.testing.assert_close(got.captured.values, want.captured.values)
 
 
 OPEN = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
