@@ -134,7 +134,7 @@ class Grammar:
     def after(self, tokens: Sequence[int]) -> LLMatcher:
         """Compile it anew, and take it to where it stands after these tokens."""
         matcher = self.make()
-        matcher.consume_tokens(tokens)
+        matcher.consume_tokens(list(tokens))
         return matcher
 
     def _try(self) -> None:
