@@ -36,7 +36,7 @@ export function view(app) {
   const code = document.createElement("request-code");
   const [patchTrouble, cellTrouble] = [h("div"), h("div")];
   const reading = work({ trouble, starts: run, status }); // the text
-  const columns = work({ trouble, status, home: () => grid.body }); // those in view
+  const columns = work({ trouble, status, home: () => run }); // those in view; the grid would read on where it gets the focus
   const peeking = work({ trouble: cellTrouble, what: "reading the cell", home: () => about.querySelector("h2") }); // into the cell that was chosen
   const patching = work({ trouble: patchTrouble, what: "the patch", home: () => result.querySelector("h2") });
   let text = null; // { model, ids, texts, count, asked }

@@ -86,7 +86,8 @@ async function activate(name) {
   document.title = `${VIEWS[name][0]} – Vitrine`;
   place.setAttribute("aria-label", VIEWS[name][0]);
   try {
-    if (!made.has(name)) made.set(name, (await VIEWS[name][1]()).view(app));
+    const { view } = await VIEWS[name][1]();
+    if (!made.has(name)) made.set(name, view(app)); // two may have waited for it
   } catch (error) {
     place.replaceChildren(errorNote(Object.assign(error, { hint: "Reload the page if that goes on." }), show, () => place));
     return null;

@@ -121,7 +121,8 @@ def test_stopping_a_search_keeps_what_was_found_and_asks_for_no_more(opened, ins
     expect(page.get_by_role("button", name="Find the strongest tokens")).to_be_enabled()
     assert found.locator("tbody tr").count()
     assert len(asked) == 2
-    page.get_by_role("button", name="Find the strongest tokens").click()
+    with page.expect_request("**/v1/completions"):
+        page.get_by_role("button", name="Find the strongest tokens").click()
     expect(page.get_by_text("Reading run 1 of 3")).to_be_visible()
     with page.expect_event("requestfailed"):
         page.get_by_role("link", name="Chat").click()  # nobody looks at what the search finds
