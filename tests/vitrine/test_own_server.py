@@ -35,6 +35,7 @@ def test_nnsight_runs_at_a_server_that_the_client_started(started, monkeypatch):
     run("nnsight_model", vitrine.nnsight_model, {"vitrine": vitrine, "server": started})
 
 
+@pytest.mark.long
 def test_nnsight_generates_and_runs_sessions_there(started):
     model = vitrine.nnsight_model(started)
     with model.generate("Ann has 3 boxes", max_new_tokens=2, remote=True) as tracer:
