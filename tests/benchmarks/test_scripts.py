@@ -61,6 +61,7 @@ def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
     assert not list(tmp_path.glob("store-*"))
 
 
+@pytest.mark.long
 def test_reading_is_measured_beside_a_memory_map_and_leaves_no_rows(tmp_path):
     results = tmp_path / "results" / "reading"
     options = ["--bytes=2e7", "--segment-bytes=6000000", "--rounds=1", "--batch-size=100", f"--directory={tmp_path}"]
@@ -94,6 +95,7 @@ def marked(process: psutil.Process, mark: str) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_writing_is_measured_beside_the_disk_and_leaves_nothing(tmp_path):
     results = tmp_path / "results" / "writing"
     options = ["--bytes=2e7", "--rounds=1", "--at-once=2", f"--directory={tmp_path}", f"--results={results}"]

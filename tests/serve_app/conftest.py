@@ -34,19 +34,20 @@ def keyed(another_app, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def small_store(another_app, tmp_path_factory):
-    """The root of an application with little room for tensors, and its store's directory, which is open to a group."""
+def small_store(another_app, other_template, tmp_path_factory):
+    """The root of an application with little room and another template, and its store's directory, open to a group."""
     activations = tmp_path_factory.mktemp("small") / "activations"
     activations.mkdir()
     activations.chmod(0o2750)
     options = (f"activations_dir={activations}", "max_tensor_file_bytes=1400", "max_tensor_store_bytes=1500")
-    with another_app("small", *options, "max_body_bytes=1000") as root:
+    options += (f"model={other_template}", "model_id=vitrine-demo", "max_body_bytes=1000")
+    with another_app("small", *options) as root:
         yield root, activations
 
 
 @pytest.fixture(scope="session")
-def other_template(another_app, tmp_path_factory):
-    """The root of an application with the shipped model, whose tokenizer says that it writes calls as Llama 3 does.
+def other_template(tmp_path_factory):
+    """The directory of the shipped model, whose tokenizer says that it writes calls as Llama 3 does.
 
     Its template is a chat's first message and what `chat_template_kwargs` says of `tone`.
     """
@@ -56,5 +57,4 @@ def other_template(another_app, tmp_path_factory):
     config["response_template"]["fields"] = {"tool_calls": LLAMA, "content": {}}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }} {{ tone }}")
-    with another_app("template", f"model={directory}", "model_id=vitrine-demo") as root:
-        yield root
+    return directory

@@ -12,13 +12,13 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 @pytest.mark.long  # test_linear_reading counts the searching
-def test_a_chat_with_tools_that_writes_nothing_but_spaces_is_read_like_any_other(other_template, tokenizer):
+def test_a_chat_with_tools_that_writes_nothing_but_spaces_is_read_like_any_other(small_store, tokenizer):
     """By expressions that backtrack, these spaces would take several times as long as the same number of letters."""
     space, letter = (tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in (" ", "a"))
     chat = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "Go"}], "tools": [TOOL]}
     short = {"model": "vitrine-demo", "prompt": "Two and two", "max_tokens": 8, "temperature": 0}
     limit_s = 500.0
-    root = other_template
+    root, _ = small_store
     with ThreadPoolExecutor() as threads:
         for token, text in ((letter, "a"), (space, " ")):
             body = chat | {"max_tokens": 1500, "logit_bias": {str(token): 100}}

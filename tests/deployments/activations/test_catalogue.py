@@ -374,6 +374,7 @@ for i in range(10000):
 """
 
 
+@pytest.mark.long  # test_killed kills writers, too
 def test_after_kills_the_catalogue_says_what_the_files_say(tmp_path, reads):
     stored = set()
     for turn in range(2):

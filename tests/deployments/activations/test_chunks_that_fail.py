@@ -177,6 +177,7 @@ for turn in range(10**9):
 """
 
 
+@pytest.mark.long  # test_killed kills writers, too
 def test_every_run_finished_before_a_kill_reads_back_whole_and_no_other_is_listed(tmp_path):
     command = [sys.executable, "-c", CRASHING, str(tmp_path)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:

@@ -233,6 +233,7 @@ for number in range(10**9):
 """
 
 
+@pytest.mark.long  # test_killed kills writers, too
 def test_every_run_acknowledged_before_a_kill_reads_back_whole(tmp_path):
     command = [sys.executable, "-c", CRASHING, str(tmp_path)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:

@@ -68,7 +68,7 @@ def roomy():
 
 @only_linux
 def test_a_prompt_for_which_one_forward_has_no_memory_is_run_in_smaller_pieces(roomy):
-    got, failures = in_a_process([("short", 30, 8), ("long", 4500, 4), ("other", 200, 8)], limit=500)
+    got, failures = in_a_process([("short", 30, 8), ("long", 4500, 4), ("other", 200, 8)], limit=250)
     assert failures > 0
     assert got == roomy
     assert got["long"][0] == "length"

@@ -220,7 +220,7 @@ def test_a_full_house_gets_what_each_gets_alone(serve):
         Step(9),
         Cancel(5),
         Write(1),
-        Submit(1, NEW, None, logprobs=20, breaks=1.0),  # padded, beside others
+        Submit(1, NEW, None, logprobs=20, breaks=1.0),
         Submit(2, NEW, "all", logprobs=2),
         Submit(9, NEW, lens=20),
         Submit(30, 3, "prompt", "few"),
@@ -229,11 +229,6 @@ def test_a_full_house_gets_what_each_gets_alone(serve):
     assert served.engine.statistics.preempted > 0
     assert served.stood_still > 0  # until rows were written
     assert sum(isinstance(event, Rows) for event in served.events) > 4
-
-
-def test_a_neighbour_at_infinity_leaves_nothing_in_its_padding(serve):
-    schedule = [Submit(2, NEW, breaks=0.0), Submit(30, NEW), Submit(1, NEW), Step(2), Submit(2, NEW), Submit(1, NEW)]
-    serve(schedule, Bounds(max_running=4, prefill_tokens=100, positions=1024, capture_bytes=None), torch.nan)
 
 
 submits = st.builds(

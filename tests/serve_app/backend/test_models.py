@@ -196,6 +196,7 @@ def fails(server: Server, body: dict, status: int, param: str | None, code: str)
     return error["message"]
 
 
+@pytest.mark.long
 def test_a_load_that_failed_says_what_is_near_and_loads_at_once_of_what_is_right_are_one(empty, eventually):
     wrong = {"model_id": TINY, "savepoints": [SAVEPOINTS[0], {"name": "b", "selector": "layers.1.outptu"}]}
     assert "layers.1.output" in fails(empty, wrong, 400, "savepoints[1].selector", "unknown_point")

@@ -191,11 +191,11 @@ def test_a_supported_field_changes_the_answer(served, answered, route, field):
         assert content(post(served, route, with_it)) != answered(route, without)
 
 
-def test_what_a_chats_template_is_told_is_in_its_prompt(other_template, tokenizer):
+def test_what_a_chats_template_is_told_is_in_its_prompt(small_store, tokenizer):
     body = BASE["chat"] | {"max_tokens": 1, "return_token_ids": True}
     for told in ({}, {"tone": "calm"}):
         asked = body | {"chat_template_kwargs": told}
-        answer = httpx.post(f"{other_template}/v1/chat/completions", json=asked, timeout=60)
+        answer = httpx.post(f"{small_store[0]}/v1/chat/completions", json=asked, timeout=60)
         prompt = f"{MESSAGES[0]['content']} {told.get('tone', '')}"
         assert tokenizer.decode(answer.json()["prompt_token_ids"]) == prompt
 
