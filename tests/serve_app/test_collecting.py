@@ -162,7 +162,12 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
     [
         ({"model": DEMO, "tokens": "first"}, DataError, "--tokens"),
         ({"model": DEMO, "session": "../x"}, DataError, "--session"),
-        ({"model": "smollm2", "options": {"models_dir": "/nowhere"}}, LoadError, "make smollm2"),
+        pytest.param(
+            {"model": "smollm2", "options": {"models_dir": "/nowhere"}},
+            LoadError,
+            "make smollm2",
+            marks=pytest.mark.long,  # a replica starts
+        ),
         ({"base_url": "http://127.0.0.1:9", "model": DEMO}, DataError, "does not answer"),
         ({}, DataError, "--model"),
         ({"model": DEMO, "max_tokens": -1}, DataError, "--max-tokens"),

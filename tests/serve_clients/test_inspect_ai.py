@@ -26,5 +26,6 @@ def test_an_evaluation_with_a_calculator_says_what_evals_gsm8k_says(log, evaluat
         assert sample["tokens"] == [last["prompt_tokens"], last["completion_tokens"]]
 
 
+@pytest.mark.long
 def test_a_prompt_that_is_too_long_is_told_apart_from_an_error(log):
     assert log["samples"][20]["stop_reason"] == "model_length"

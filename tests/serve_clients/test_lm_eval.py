@@ -65,6 +65,7 @@ def texts(samples: list[dict]) -> dict[str, str]:
     return {one["doc"]["question"]: one["resps"][0][0] for one in samples}
 
 
+@pytest.mark.long  # two evaluations
 def test_lm_evals_gsm8k_scores_as_evals_gsm8k_does(by_chat, evaluated):
     ours = evaluated["no-tools"]
     assert texts(by_chat) == {question: sample["completion"] for question, sample in ours.items()}

@@ -45,7 +45,10 @@ def own_logprobs(model, end):
     return logprobs.gather(-1, torch.tensor(end.tokens)[:, None]).squeeze(-1)
 
 
-@pytest.mark.parametrize("attention", [{}, {"attn_implementation": "eager"}], ids=["auto", "eager"])
+@pytest.mark.parametrize(
+    "attention",
+    [pytest.param({}, id="auto"), pytest.param({"attn_implementation": "eager"}, id="eager", marks=pytest.mark.long)],
+)
 def test_values_and_logprobs_stray_no_further_than_a_plain_forwards(
     architecture, attention, build, byte_tokenizer, prompt, capturing, drain, endings, lone_values
 ):
