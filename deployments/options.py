@@ -154,8 +154,8 @@ class Options(BaseModel):
         capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. If the disk is
             slower than the model, requests that record wait for it.
         max_capture_bytes: The most bytes that one request may record, all its choices together.
-        max_intervention_bytes: The most bytes of tensors and stored rows that a replica's requests hold together for
-            interventions.
+        max_intervention_bytes: The most bytes of vectors, tensors and stored rows that a replica's requests hold
+            together for interventions.
         max_inline_values: The most numbers that `"return": "inline"` may put into an answer. A logit lens may name a
             tenth as many tokens of layers.
         max_store_bytes: The most bytes of all stored sessions together; runs that do not fit are not stored. By default

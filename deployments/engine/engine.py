@@ -28,7 +28,7 @@ from deployments.engine.capture.ring import CaptureRing, window_bytes
 from deployments.engine.capture_budget import CaptureBudget
 from deployments.engine.decoding.lens_reader import check_lens
 from deployments.engine.decoding.prompt_logprobs import PromptScores
-from deployments.engine.decoding.sampling import NOT_FINITE, check_sampling, choose
+from deployments.engine.decoding.sampling import NO_TOKEN_LEFT, NOT_FINITE, check_sampling, choose
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
 from deployments.engine.gates import ThresholdCheck
@@ -354,12 +354,8 @@ class Engine:
                 elif i in ended:
                     self._stop(seq, *stopped[i], events)
                 elif i in chosen.failed:
-                    code = (
-                        GRAMMAR_TOO_COMPLEX
-                        if seq.sampling_state.grammar_state and seq.sampling_state.grammar_state.error
-                        else "engine_error"
-                    )
-                    self._finish(seq, "error", events, chosen.failed[i], code)
+                    own = chosen.failed[i] in (NOT_FINITE, NO_TOKEN_LEFT)
+                    self._finish(seq, "error", events, chosen.failed[i], "engine_error" if own else GRAMMAR_TOO_COMPLEX)
                 elif i in waiting:
                     seq.fed -= 1  # its last token is run again when its grammar is there
                 else:
@@ -444,6 +440,8 @@ class Engine:
         if seq.recording:
             self._ring.leave(seq.recording)
         self._scheduler.remove(seq)
+        if seq.sampling_state.grammar_state:
+            seq.sampling_state.grammar_state.close()
         captured, readouts = None, tuple[ReadoutRows, ...]()
         try:
             if seq.recording and reason in ("stop", "length"):

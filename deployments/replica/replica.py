@@ -70,6 +70,7 @@ class ModelReplica:
 
         self._options = options
         loaded: Future[Engine] = Future()
+        self._ended = False
         self._thread = threading.Thread(target=self._run_engine, args=(loaded,), name="engine", daemon=True)
         self._thread.start()
         self._engine = loaded.result()
@@ -274,10 +275,17 @@ class ModelReplica:
             engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
         except BaseException:  # any error of the engine's thread fails all requests and replaces the replica
             logger.exception("the engine has ended")
-            self._on_loop(self._delivery.fail_all, ENGINE_ENDED)
+            if self._loop is None:  # there was no job yet
+                self._fail_all()
+            self._on_loop(self._fail_all)
             if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
                 self._exit()
             raise
+
+    def _fail_all(self) -> None:
+        """Answer the jobs that came before the engine's end; on the event loop, so that those after it see it."""
+        self._ended = True
+        self._delivery.fail_all(ENGINE_ENDED)
 
     def _exit(self) -> None:
         """End this process once its waiting requests are answered.
@@ -317,7 +325,8 @@ class ModelReplica:
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices)
-        if not self._thread.is_alive():  # after submitting: `fail_all` answers the jobs that came before its end
+        # After submitting: `_fail_all` answers the jobs that came before the engine's end.
+        if self._ended or not self._thread.is_alive():
             self._delivery.drop(ticket)
             raise RequestError(NOT_TAKEN, None, "unavailable", 503)
         return ticket

@@ -30,6 +30,7 @@ DESCRIBE_S = 5.0  # the longest that one waits for what a model is, or how it wa
 GRACE_S = 5.0  # for which a replica's own time limit comes first
 
 
+MOST_REFUSED = 10  # times that one request is: the process of an ended engine has ended by then
 AGAIN_S = 1.0  # before another replica gets a request that a replica with an ended engine refused
 
 
@@ -248,11 +249,14 @@ async def _asked(job: Job, ask: Callable[[], Awaitable[list[Message]]]) -> list[
     A request that stores what it records is not asked again once a replica may have begun it: its runs may be stored
     already.
 
+    One that no replica has begun is asked again for as long as a replica without an engine may be there.
+
     Raises:
         RayActorError: The second replica has ended, too.
         AioRpcError: Likewise, or the answer could not be sent.
     """
     left = 0 if job.may_store else 1  # times that it is asked again where a replica may have begun it
+    refused = 0
     while True:
         try:
             first = await ask()
@@ -264,8 +268,12 @@ async def _asked(job: Job, ask: Callable[[], Awaitable[list[Message]]]) -> list[
             left -= 1
             continue
         refusals = {said.message for said in first if isinstance(said, Refusal)}
-        if NOT_TAKEN not in refusals:
-            if ENGINE_ENDED not in refusals or not left:
+        if NOT_TAKEN in refusals:
+            if refused == MOST_REFUSED:
                 return first
+            refused += 1
+        elif ENGINE_ENDED in refusals and left:
             left -= 1
+        else:
+            return first
         await asyncio.sleep(AGAIN_S)  # that replica gets requests until its process has ended

@@ -1,12 +1,13 @@
 // What the tokens of a text are coloured by: numbers of their own, of a captured point, or of a readout.
 
-import { choose, field, fill, h, newId, number, perFrame, quoted } from "./dom.js";
+import { choose, field, fill, h, newId, number, perFrame, quoted, RELOAD } from "./dom.js";
 import { BEYOND, COLUMN, columns, fitted, legend, mostOf, reach, scale, scoreScale, SURE, unitOf, valueOf } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { entropy } from "./tokens.js";
 import { work } from "./work.js";
 
-const values = () => import("./values.js"); // not for the first view
+// Not for the first view.
+const values = () => import("./values.js").catch((error) => Promise.reject(Object.assign(error, { hint: RELOAD })));
 
 const OWN = {
   probability: [(token) => Math.exp(token.logprob), () => SURE],

@@ -25,6 +25,8 @@ let numbers = 0;
 /** An id that no other element has. */
 export const newId = (stem) => `${stem}-${++numbers}`;
 
+export const RELOAD = "Reload the page if that goes on."; // of a module that did not come, maybe since the server has new ones
+
 /** A form control with its label, and a hint below where there is one. */
 export function field(label, control, hint) {
   control.id ||= newId("field");

@@ -1,7 +1,7 @@
 // The frame around the views: which one is shown, for which model, and what there is to say of the server.
 
 import { get, isThere, key, server } from "./api.js";
-import { button, copy, errorNote, fill, goTo, h, whenQuiet } from "./dom.js";
+import { button, copy, errorNote, fill, goTo, h, RELOAD, whenQuiet } from "./dom.js";
 import * as links from "./state.js";
 
 const VIEWS = {
@@ -52,8 +52,14 @@ const app = {
 const written = (name, state) => links.written(name, { model: app.model(), ...state });
 const address = () => written(shown, made.get(shown)?.read());
 const lineage = (name) => `${performance.timeOrigin} ${writes.get(name) ?? 0}`; // the same until the view is set anew
-// Not while a view's module is on its way: the address has the state that the view is to open in.
-const keep = () => made.has(shown) && history.replaceState(lineage(shown), "", address());
+let settled = null; // the fragment that the view in place has: another one is a link that is about to be shown
+
+/** Puts the state of the view in place into the address. */
+function keep() {
+  if (!made.has(shown) || location.hash !== settled) return;
+  history.replaceState(lineage(shown), "", address());
+  settled = location.hash;
+}
 
 /** Shows the view that the address names, in the state that it holds; gives whether no other was shown or written since. */
 async function show() {
@@ -62,6 +68,7 @@ async function show() {
   notice("link", damaged ? "The link is damaged: the view opens empty." : null);
   const one = await activate(view in VIEWS ? view : "chat");
   if (!one || location.hash !== hash) return false;
+  settled = hash;
   if (state.model) offer(links.asText(state.model));
   const wentOn = history.state === lineage(shown); // since it was left here
   if (Object.keys(state).length && !wentOn && location.hash !== address()) {
@@ -89,7 +96,8 @@ async function activate(name) {
     const { view } = await VIEWS[name][1]();
     if (!made.has(name)) made.set(name, view(app)); // two may have waited for it
   } catch (error) {
-    place.replaceChildren(errorNote(Object.assign(error, { hint: "Reload the page if that goes on." }), show, () => place));
+    if (shown !== name) return null;
+    place.replaceChildren(errorNote(Object.assign(error, { hint: RELOAD }), show, () => place));
     return null;
   }
   if (shown !== name) return null;
@@ -112,7 +120,7 @@ async function know(isAgain = false) {
   const isSame = isAgain && isKnown && ids(found) === ids(models);
   [models, isKnown] = [found, true];
   if (isSame) return isServed() || soon();
-  notice("key", null);
+  if (!document.getElementById("key-input")?.value) notice("key", null);
   structures.clear();
   offer(chooser.value);
   return made.get(shown)?.ready?.();
@@ -142,6 +150,8 @@ function notice(name, ...said) {
 }
 
 function askKey(label) {
+  const typed = document.getElementById("key-input");
+  if (typed?.value) return (typed.previousElementSibling.textContent = label);
   const input = h("input", { type: "password", autocomplete: "off", id: "key-input", required: true, pattern: "\\s*[\\x21-\\x7e]+\\s*", title: "letters, digits and signs of ASCII, without spaces" });
   const form = h(
     "form",
@@ -151,6 +161,7 @@ function askKey(label) {
       onsubmit: (event) => {
         event.preventDefault();
         key.set(input.value.trim());
+        input.value = "";
         know();
       },
     },
@@ -160,7 +171,7 @@ function askKey(label) {
     key.get() ? button("Forget it", () => (key.set(""), notice("key", null))) : null,
     h("small", {}, "It stays in this tab, and is in no link."),
   );
-  notice("key", form);
+  return notice("key", form);
 }
 
 let waiting = false;
@@ -201,7 +212,9 @@ async function keepState(event) {
   keep();
   const state = made.get(name)?.read();
   history.pushState(lineage(name), "", state ? written(name, state) : `#${name}`);
+  const { hash } = location;
   const one = await activate(name);
+  if (one && location.hash === hash) settled = hash;
   if (isKnown) await one?.ready?.();
 }
 

@@ -112,7 +112,7 @@ export function view(app) {
       sessions.replaceChildren(...data.map(({ id }) => h("option", { value: id })));
       session.placeholder = data.length ? data[0].id : NONE;
     } catch (error) {
-      if (error.status !== 401) trouble.replaceChildren(errorNote(error));
+      if (one.name === name && error.status !== 401) trouble.replaceChildren(errorNote(error));
     }
   }
 

@@ -68,6 +68,7 @@ export function view(app) {
   strength.addEventListener("input", () => (shown.textContent = strength.valueAsNumber.toFixed(2)));
   kind.addEventListener("change", arrange);
   for (const one of [probe, sae]) one.addEventListener("change", arrange);
+  upload.addEventListener("click", () => (upload.value = "")); // so that the same file can be chosen again
   upload.addEventListener("change", send);
   element.addEventListener("input", app.changed);
   element.addEventListener("change", app.changed);
@@ -241,6 +242,7 @@ export function view(app) {
       if ("text" in state || state.ids) {
         from.write(state);
         answering.end();
+        sending.end();
         drop();
         trouble.replaceChildren();
         result.replaceChildren(told);

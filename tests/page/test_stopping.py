@@ -18,7 +18,7 @@ from playwright.sync_api import Page, Route, expect
 from tests.browsers import follow
 
 PROMPT = "Tom has 3 boxes"
-WITHIN_S = 3.0  # an answer that is not stopped takes far longer
+WITHIN_S = 20.0  # seconds, of answers without an end: a busy machine takes some
 SLOTS = {"chat": 1, "lens": 1, "patch": 2, "steer": 2, "attention": 1}
 
 

@@ -70,6 +70,11 @@ class GrammarState:
                 self._alone.add_done_callback(lambda _: then())
         return not self.compiles
 
+    def close(self) -> None:
+        """Have nothing compiled any more: the sequence has ended."""
+        if self._alone is not None:
+            self._alone.cancel()
+
     def allowed(self) -> torch.Tensor:
         """[vocabulary] bool on the CPU: what may come next, the model's end tokens exactly where the text may end."""
         while self._allowed is None:

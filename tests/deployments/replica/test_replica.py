@@ -6,12 +6,13 @@ import asyncio
 import dataclasses
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from deployments.engine.request import GREEDY
 from deployments.job import Job, Text
-from deployments.messages import End, Refusal
+from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Refusal
 from deployments.options import Options, Savepoint
 from deployments.points.capture import Capture
 from deployments.replica.replica import MOST_TEXTS, ModelReplica
@@ -71,6 +72,26 @@ def test_a_dead_engine_fails_the_health_check_and_who_waits_is_told(replica):
     assert messages[-1].status == 503
     with pytest.raises(RuntimeError, match="thread has ended"):
         replica.check_health()
+
+
+def test_a_job_that_comes_before_the_process_of_a_dead_engine_ends_was_not_begun(replica, monkeypatch):
+    def broken():
+        raise AssertionError("a broken invariant")
+
+    async def both():
+        return [(await replica.complete(job(id=name)))[-1].message for name in ("first", "later")]
+
+    ends = threading.Event()
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_actor_id=lambda: "actor"))
+    monkeypatch.setattr(replica, "_exit", lambda: ends.wait(60))
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    replica._engine._note = broken
+    try:
+        assert asyncio.run(both()) == [ENGINE_ENDED, NOT_TAKEN]
+    finally:
+        ends.set()
+        replica._thread.join(timeout=30)
 
 
 def test_a_job_sent_to_a_dead_engine_is_refused_at_once(replica):
