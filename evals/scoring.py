@@ -2,7 +2,7 @@ r"""GSM8K's scoring rules as pure functions: where a text's answer stands, and w
 
 - strict: the number after the first `#### `, as openai/grade-school-math `dataset.py` extracts it.
 - flexible: the last number of the text, as lm-evaluation-harness `gsm8k` v3 `flexible-extract` does.
-- normalized: the last number that stands behind `####` or in `\boxed{}`, however it is written.
+- normalized: the last number that stands after `####` or in `\boxed{}`, however it is written.
 
 strict and flexible compare as lm-evaluation-harness does: as text, without commas, dollar signs and a trailing dot. So
 `$1,234.` is 1234, and `18.00` is not 18. normalized compares as numbers.
@@ -69,7 +69,7 @@ def find_flexible(text: str) -> Answer | None:
 
 
 def find_normalized(text: str) -> Answer | None:
-    r"""The last number that stands behind `####` or in `\boxed{}`, in plain digits (`-1234.5`); None without one.
+    r"""The last number that stands after `####` or in `\boxed{}`, in plain digits (`-1234.5`); None without one.
 
     Before the number there may be spaces and line ends, the signs `* _ ` ~ : = ( [ {` and those of currencies, LaTeX's
     `\(`, `\[`, `\$`, `\text..` and `\math..`, and the words "the final answer is". The number may have commas between

@@ -17,7 +17,7 @@ from evals.task.trajectory import Sample
 if TYPE_CHECKING:
     from deployments.activations.segments.segments import WholeRun  # which imports torch
 
-Span = tuple[int, int]  # the first, and the one behind the last
+Span = tuple[int, int]  # the first, and the one after the last
 Message = dict[str, Any]
 
 
@@ -38,7 +38,7 @@ class Characters(NamedTuple):
 def characters(text: str, prompt: str, said: Sequence[Message], scored: tuple[str, Span] | None) -> Characters:
     """The parts of a conversation in the text of its run.
 
-    They are looked for in their order, each behind the one before it, so that a number that comes several times is
+    They are looked for in their order, each after the one before it, so that a number that comes several times is
     found where it was said.
 
     Args:
@@ -69,7 +69,7 @@ def token_span(part: Span, text: str, positions: np.ndarray, offsets: np.ndarray
     Args:
         part: in characters.
         text: that it is of.
-        positions: of the recorded tokens, one behind the other, `[rows]`.
+        positions: of the recorded tokens, one after the other, `[rows]`.
         offsets: characters before each of them, `[rows]`.
         end: up to which character the last of them is known to reach.
     """

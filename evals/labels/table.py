@@ -45,7 +45,7 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
 
     Columns are `run_id`, `session_id`, `sample_id` and `problem` (one group), `mode`, `variant`, `epoch`, `turn`,
     `last_turn`, `outcome`, `correct`, `correct_<rule>`, `reward.<name>`, `reward`, `uri` (of the run's file when it was
-    stored), and `span.<part>`: the part's first token and the one behind its last, as positions in prompt + generated,
+    stored), and `span.<part>`: the part's first token and the one after its last, as positions in prompt + generated,
     or null.
 
     Args:

@@ -36,7 +36,7 @@ def count(stored: Stored, rule: Rule) -> Counts:
     """Count massive activations; hidden states without a large value have no median taken.
 
     Args:
-        stored: The residual stream behind layers.
+        stored: The residual stream after layers.
         rule: What counts. `Counts.beside` are the medians of hidden states.
     """
     counts = Counts(stored)

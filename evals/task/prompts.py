@@ -34,7 +34,7 @@ class Prompts(NamedTuple):
     few_shot: FewShot | None
     instruction: str = INSTRUCTION
     system: str = ""
-    tools: str = ""  # behind the instruction of prompts with tools, where these are explained in text
+    tools: str = ""  # after the instruction of prompts with tools, where these are explained in text
 
     def messages(self, question: str, variant: str) -> list[dict[str, Any]]:
         """The messages before the model's first: each example is a user's and an assistant's, without prefix."""

@@ -126,7 +126,7 @@ export function whenQuiet(act, ms = 250) {
   };
 }
 
-// Characters that are not seen, or that turn the text behind them around.
+// Characters that are not seen, or that turn the text after them around.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/gu;
 
 const numbered = (one) => `‹${one.codePointAt(0).toString(16).padStart(4, "0")}›`;

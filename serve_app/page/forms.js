@@ -38,7 +38,7 @@ export function sampling({ max = 200 } = {}) {
 }
 
 /**
- * A text to look into: typed, as it stands or as a chat's message, with an answer behind it; or token ids of another
+ * A text to look into: typed, as it stands or as a chat's message, with an answer after it; or token ids of another
  * view. `read()` gives `{ text, chat, ids, count, model, ...sampling }`; with `ids`, which are that model's, the text is
  * only shown. `asked(model)` gives the same for a request, with the example as the text where none was typed.
  */

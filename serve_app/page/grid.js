@@ -92,7 +92,7 @@ class LensGrid extends HTMLElement {
     const { layers, cell, colours, texts } = this.#of;
     const one = cell(position, layers[row]);
     const made = h("span", { role: "gridcell", id: `${this.#stem}-${position}-${row}`, "data-row": row }, one ? named(one.text) : "·");
-    made.setAttribute("aria-label", `layer ${layers[row]} behind ${named(texts[position])}: ${one?.said ?? "not read yet"}`);
+    made.setAttribute("aria-label", `layer ${layers[row]} after ${named(texts[position])}: ${one?.said ?? "not read yet"}`);
     if (one) paint(made, colours(one));
     if (this.#chosen?.[0] === position && this.#chosen[1] === row) made.classList.add("chosen");
     return made;

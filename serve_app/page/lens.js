@@ -1,4 +1,4 @@
-// Lens: what each layer would put behind each token, and what becomes of the answer where one is patched into another.
+// Lens: what each layer would put after each token, and what becomes of the answer where one is patched into another.
 
 import { ApiError, post } from "./api.js";
 import { button, choose, empty, field, h, named, percent, quoted } from "./dom.js";
@@ -14,7 +14,7 @@ import "./grid.js";
 const TOP = 5; // tokens of each cell
 const WINDOW = 64; // tokens that one request reads, halved where the server allows fewer
 const LONG = 20; // tokens of a cell that was chosen
-const PATCHED = 40; // new tokens behind a patch, at most
+const PATCHED = 40; // new tokens after a patch, at most
 const LAST = "the last layer’s token";
 const BY = {
   probability: ["probability of the top token", () => scale({ title: "probability of the top token" }), ({ logprob }) => Math.exp(logprob)],
@@ -28,7 +28,7 @@ export function view(app) {
   const by = choose(Object.entries(BY).map(([name, [title]]) => [name, title]));
   const key = h("div");
   const grid = document.createElement("lens-grid");
-  const held = h("div", {}, empty("Give a text, or open one from a chat’s answer. Each column shows, layer by layer, which token the model would put behind that place."));
+  const held = h("div", {}, empty("Give a text, or open one from a chat’s answer. Each column shows, layer by layer, which token the model would put after that place."));
   const about = h("aside", { "aria-label": "Cell" }, empty("Choose a cell for its likeliest tokens."));
   const trouble = h("div");
   const result = h("div", { class: "patched" });
@@ -142,7 +142,7 @@ export function view(app) {
   function look({ position, layer }) {
     chosen = isStale() ? null : { position, layer }; // a link holds the text that was typed since
     app.changed();
-    const place = `layer ${layer}, behind token ${position}, ${quoted(text.texts[position])}`;
+    const place = `layer ${layer}, after token ${position}, ${quoted(text.texts[position])}`;
     const list = h("div");
     const fillIn = ({ top, targets: [last] = [] }) => {
       list.replaceChildren(ranking(`Likeliest, ${place}`, listed(top), last?.token));

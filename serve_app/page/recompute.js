@@ -28,7 +28,7 @@ export async function textsOf(model, ids, signal) {
   }
 }
 
-/** What a source form asks for as tokens, with the model's answer behind a text: `{ model, ids, texts, count }`. */
+/** What a source form asks for as tokens, with the model's answer after a text: `{ model, ids, texts, count }`. */
 export async function answered(model, asked, code, signal) {
   const { ids, texts, count } = await tokenized(model, asked, signal);
   if (!asked.ids && asked.max_tokens) {
@@ -81,7 +81,7 @@ const ranked = (top) =>
 
 /**
  * The request for the lens at positions `from` to before `to` of these tokens, with the rank of what the last layer says.
- * What stands behind is not run.
+ * What stands after is not run.
  */
 export const lensBody = (model, ids, from, to, top_k, layers = "all") => ({
   model,
@@ -99,7 +99,7 @@ export async function lens(body, signal) {
 }
 
 /**
- * Interventions of an answer behind `offset` tokens, for a request whose prompt is the first `end` of its text: what
+ * Interventions of an answer after `offset` tokens, for a request whose prompt is the first `end` of its text: what
  * they choose by name, as positions.
  */
 export const again = (interventions, offset) => (end) => ({

@@ -54,7 +54,7 @@ class TokenStrip extends HTMLElement {
     this.add(tokens);
   }
 
-  /** Shows these, and the text that they add, behind what is there, in the next frame. */
+  /** Shows these, and the text that they add, after what is there, in the next frame. */
   add(tokens, text = "") {
     this.tokens.push(...tokens);
     this.text += text;

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, Route, expect
 PROMPT = "Tom has 3 boxes"
 ANSWERED = 60_000  # milliseconds: the model may be busy with another test
 
-# What has the focus: its name, whether it is seen, whether that shows, and whether it stands behind the one before. A
+# What has the focus: its name, whether it is seen, whether that shows, and whether it stands after the one before. A
 # field for a time has several stops, of which the browser marks its own.
 FOCUSED = """() => {
   const one = document.activeElement;

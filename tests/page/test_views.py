@@ -91,7 +91,7 @@ def test_a_lens_reads_every_layer_and_a_cell_is_dragged_onto_another_token(opene
     found = httpx.post(f"{served.base_url}/completions", json=body).json()["choices"][0]["logit_lens"]["prompt"]
     want = [one["layers"][-1]["top"][0]["token"] for one in found]
     row = page.locator(f"[aria-rowindex='{len(found)}']").get_by_role("gridcell")
-    assert row.last.get_attribute("aria-label").startswith(f"layer 5 behind {found[-1]['token']}: {want[-1]}")
+    assert row.last.get_attribute("aria-label").startswith(f"layer 5 after {found[-1]['token']}: {want[-1]}")
     assert page.locator("[role=rowheader].answer").count()  # the generated tokens' columns follow
 
     row.nth(4).click()

@@ -110,7 +110,7 @@ class ActivationReader:
     async def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, account: Account = OPERATOR
     ) -> dict[str, Any] | None:
-        """One session, `limit` of its runs behind the run `after`, and their files; None if there is none."""
+        """One session, `limit` of its runs after the run `after`, and their files; None if there is none."""
 
         def found() -> dict[str, Any] | None:
             if told := self._catalogue.session(session_id, limit, after):

@@ -185,7 +185,7 @@ class Archive:
         self._attempt(self._list_uploaded)
 
     def _attempt(self, work: Callable[[], object]) -> None:
-        """Do a part of the thread's work, and after an error again behind a pause; the other parts go on."""
+        """Do a part of the thread's work, and after an error once more, after a pause; the other parts go on."""
         name = work.__name__
         if name in self._pauses:
             return
@@ -252,7 +252,7 @@ class Archive:
         pending = self._catalogue.select("SELECT segment FROM deleted WHERE pending LIMIT ?", REMOVED)
         begun = {name_of(uri) for uri in self._uploads.begun}  # whose objects may be yet to come
         pending = [(segment,) for (segment,) in pending if segment not in begun]
-        if waiting := self._deletions.waiting():  # looked for behind `pending`: these are in the manifest afterwards
+        if waiting := self._deletions.waiting():  # looked for after `pending`: these are in the manifest afterwards
             self._write(waiting.values())
             self._deletions.end(waiting)
         if pending:

@@ -33,7 +33,7 @@ def bucket_of(root: Path) -> Place | None:
     if (place := place_of(uri)).id != id:
         raise OSError(
             f"some runs of {root} are in its bucket {place} alone, on a server that {root / ARCHIVE} does not name: "
-            f"write the bucket's settings there behind its URI, as {place}?endpoint_override=HOST:PORT&scheme=http"
+            f"write the bucket's settings there after its URI, as {place}?endpoint_override=HOST:PORT&scheme=http"
         )
     return place
 

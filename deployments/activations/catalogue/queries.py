@@ -33,7 +33,7 @@ class Queries(ABC):
         return bool(self.select("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
 
     def holding(self, session_id: str, names: Sequence[str]) -> set[str]:
-        """Those of `names` that are, with a `-` behind them, the beginning of an id of one of the session's runs."""
+        """Those of `names` that are, with a `-` after them, the beginning of an id of one of the session's runs."""
         named = """SELECT value FROM json_each(?) WHERE EXISTS
             (SELECT 1 FROM runs WHERE run_id BETWEEN value || '-' AND value || '.' AND session = ?)"""
         return {name for (name,) in self.select(named, _listed(names), session_id)}
@@ -110,7 +110,7 @@ class Queries(ABC):
         return sorted(self.select(found, *values, -1 if most is None else most))
 
     def sessions(self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING) -> list[dict[str, Any]]:
-        """Up to `limit` sessions with a matching run, by id, behind `after`; all numbers are of matching runs."""
+        """Up to `limit` sessions with a matching run, by id, after `after`; all numbers are of matching runs."""
         where, values = _where(filter)
         if after is not None:
             where, values = f"{where} AND session > ?", [*values, after]
@@ -134,7 +134,7 @@ class Queries(ABC):
     def runs(
         self, filter: Filter = EVERYTHING, limit: int | None = 100, after: str | None = None
     ) -> list[dict[str, Any]]:
-        """Up to `limit` runs that match, ordered by time and id, behind the run `after`, which RequestError names."""
+        """Up to `limit` runs that match, ordered by time and id, after the run `after`, which RequestError names."""
         where, values = _where(filter)
         if after is not None:
             only, named = _where(Filter(filter.session, among=filter.among, without=filter.without))

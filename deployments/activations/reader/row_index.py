@@ -42,7 +42,7 @@ class Column(NamedTuple):
 class RowIndex:
     """Rows of whole runs, numbered in the order in which they lie in their files; no value is in memory.
 
-    A block is rows that lie one behind the other: of one run, one phase and one record batch.
+    A block is rows that lie one after the other: of one run, one phase and one record batch.
     """
 
     paths: list[Path]
@@ -64,7 +64,7 @@ class RowIndex:
 
     @property
     def ends(self) -> np.ndarray:
-        """As `offsets`, the byte behind a block's values of a column."""
+        """As `offsets`, the byte after a block's values of a column."""
         widths = np.array([column.width for column in self.columns.values()])
         ends: np.ndarray = self.offsets + widths[:, None] * np.diff(self.starts)
         return ends
@@ -163,7 +163,7 @@ class _Found:
         return True
 
     def _add(self, batch: Batch, positions: Sequence[int]) -> None:
-        """Add those of a batch's rows that are of such tokens, in blocks of rows that lie one behind the other."""
+        """Add those of a batch's rows that are of such tokens, in blocks of rows that lie one after the other."""
         rows = batch.select(["phase", *self._columns])
         generated = rows["phase"].indices.to_numpy() == PHASES.index("generated")
         at = rows["position"].to_numpy()

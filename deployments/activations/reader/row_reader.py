@@ -59,7 +59,7 @@ class RowReader:
         # several files are gathered at once, straight into their places.
         self._memory = np.frombuffer(memoryview((ctypes.c_uint8 * (high - low)).from_address(low)), dtype=np.uint8)
         memory, begins = torch.from_numpy(self._memory), index.offsets + (places - low)[index.file]
-        # The first of each group of blocks whose rows lie one behind the other in every column: one copy takes them.
+        # The first of each group of blocks whose rows lie one after the other in every column: one copy takes them.
         goes_on = (index.file[1:] == index.file[:-1]) & (index.offsets[:, 1:] == ends[:, :-1]).all(axis=0)
         firsts = np.flatnonzero(np.append(True, ~goes_on))
         self._joined = firsts, np.append(index.starts[firsts], index.starts[-1])

@@ -84,7 +84,7 @@ def positions_of(run: WholeRun, tokens: TokenChoice, field: str) -> Sequence[int
 
 
 def _text(run: WholeRun, field: str) -> tuple[str, Sequence[int]]:
-    """The text of a run's prompt, and the characters before each of its tokens and behind the last."""
+    """The text of a run's prompt, and the characters before each of its tokens and after the last."""
     prompt, text = run.facts.prompt_tokens, run.facts.text
     ends: dict[int, int] = {}
     for batch in run.batches if text is not None else ():

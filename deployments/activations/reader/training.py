@@ -140,7 +140,7 @@ def _pieces(starts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cut(begin: np.ndarray, count: np.ndarray, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of pieces one behind the other, what stands between two places."""
+    """Of pieces one after the other, what stands between two places."""
     ends = np.cumsum(count)
     low, high = np.maximum(ends - count, first), np.minimum(ends, end)
     kept = low < high
@@ -148,6 +148,6 @@ def _cut(begin: np.ndarray, count: np.ndarray, first: int, end: int) -> tuple[np
 
 
 def _spread(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """`begin[i]` to `begin[i] + count[i]` for each i, one behind the other."""
+    """`begin[i]` to `begin[i] + count[i]` for each i, one after the other."""
     ends = np.cumsum(count)
     return np.repeat(begin - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0)

@@ -188,7 +188,7 @@ def _of_stream(file: File, opened: Bytes, stream: _Stream, offset: int) -> Itera
     except (pa.ArrowException, ValueError, OSError):
         if stream.error:
             raise stream.error from None
-        return  # a message that the end of the file cuts off: nothing behind it counts
+        return  # a message that the end of the file cuts off: nothing after it counts
 
 
 class _Stream:

@@ -211,7 +211,7 @@ def new_file(sink: Any, schema: pa.Schema) -> Any:
 
 
 def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> None:
-    """Write a footer behind `length` bytes; ArrowInvalid if another version of Arrow wrote the file."""
+    """Write a footer after `length` bytes; ArrowInvalid if another version of Arrow wrote the file."""
     os.lseek(descriptor, length, os.SEEK_SET)
     with open(descriptor, "wb", closefd=False) as file:
         rest = _Rest(file, length)

@@ -49,7 +49,7 @@ def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
             facts = batch_facts(batch.metadata)
             own = checksums.read(batch.metadata, batch.schema.names)
         except ValueError:
-            return  # another program's: nothing behind it counts
+            return  # another program's: nothing after it counts
         if facts.number == 0:
             run_id, first_row, batches, sums, seen = facts.run_id, rows, [], [], 0
         seen += 1

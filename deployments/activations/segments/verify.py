@@ -96,7 +96,7 @@ def _all_are(column: pa.Array, word: str | None) -> bool:
 def _schema_of(path: Path) -> bytes:
     """The message of a file's schema, as it lies there."""
     with path.open("rb") as file:
-        file.seek(8)  # behind the magic, which is padded
+        file.seek(8)  # after the magic, which is padded
         head = file.read(8)
         return head + file.read(int.from_bytes(head[4:], "little"))
 
@@ -185,7 +185,7 @@ def _look_through(found: Verified, file: DiskFile) -> None:
 
 
 def _look_at_batches(found: Verified, file: DiskFile, rows_of: dict[str, int]) -> tuple[int, int, bool]:
-    """Count each run's rows; batches, the byte behind them, and whether all have this version's checksums."""
+    """Count each run's rows; batches, the byte after them, and whether all have this version's checksums."""
     batches, end, is_summed = 0, 0, True
     try:
         schema = _schema_of(file.local)

@@ -45,7 +45,7 @@ class StoredProfiles(State):
         self._version = time.time_ns()  # of the defaults
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
-        """Up to `limit` profiles that the account may read, by name, behind `after` (an admin's is `name@owner`).
+        """Up to `limit` profiles that the account may read, by name, after `after` (an admin's is `name@owner`).
 
         A default is among them also where the account has a profile of its name, since it applies to their requests.
         """

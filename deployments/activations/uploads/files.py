@@ -80,7 +80,7 @@ class ClientFiles(ABC):
         """A file's id, and the fields that answers have of it."""
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
-        """Up to `limit` files that the account may read in the order of their names, behind the name `after`."""
+        """Up to `limit` files that the account may read in the order of their names, after the name `after`."""
         with self._lock:
             files = [file for file in self._files.values() if account.may_read(file.owner)]
         files.sort(key=lambda file: (file.owner == account.owner, file.owner is None))

@@ -30,7 +30,7 @@ from deployments.activations.segments.verify import read_all
 from deployments.activations.writer.pool import FILE_NAME
 
 MARK = ".store-id"  # no session id begins with '.'
-DAMAGED = ".damaged-"  # behind the name of the file that it was part of
+DAMAGED = ".damaged-"  # after the name of the file that it was part of
 _ENDING_S = 15.0  # for which a server that is ending is waited for
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
@@ -83,7 +83,7 @@ def make_root(root: Path) -> None:
 
 
 def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> None:
-    """Seal the files of writers that were killed, behind their last whole run, and remove what else they left.
+    """Seal the files of writers that were killed, after their last whole run, and remove what else they left.
 
     What the disk refuses is logged. `sealed` has files that are known to be sealed, by URI their bytes and time of
     change in ns; those that are still so are not opened.
@@ -118,7 +118,7 @@ def _recover_session(path: Path, sealed: Mapping[str, tuple[int, int]]) -> None:
 
 
 def _recover_file(path: Path, folder: int) -> None:
-    """Seal a file behind its last whole run, or remove it where it has none."""
+    """Seal a file after its last whole run, or remove it where it has none."""
     file = os.open(path.name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
     try:
         if not take(file):
@@ -139,7 +139,7 @@ def _recover_file(path: Path, folder: int) -> None:
             logger.warning("%s was removed: its writer was killed before a run in it was whole", path)
             return
         _seal(file, path, schema, end)
-        logger.warning("%s was sealed behind its last whole run: %d bytes behind it were cut off", path, size - end)
+        logger.warning("%s was sealed after its last whole run: %d bytes after it were cut off", path, size - end)
     finally:
         os.close(file)
 
@@ -154,7 +154,7 @@ def _changed(run: WholeRun) -> bool:
 
 
 def _set_aside(path: Path, folder: int, offset: int) -> None:
-    """Copy what is behind a place, and is more than a run that was cut off, before it goes."""
+    """Copy what is after a place, and is more than a run that was cut off, before it goes."""
     name = f"{path.name}{DAMAGED}{offset}"
     with path.open("rb") as source, open(os.open(name, _NEW, 0o666, dir_fd=folder), "wb") as copy:
         source.seek(offset)
@@ -162,7 +162,7 @@ def _set_aside(path: Path, folder: int, offset: int) -> None:
         copy.flush()
         os.fsync(copy.fileno())
     os.fsync(folder)
-    logger.error("%s is damaged behind byte %d; what is there was copied to %s", path, offset, name)
+    logger.error("%s is damaged after byte %d; what is there was copied to %s", path, offset, name)
 
 
 def _seal(file: int, path: Path, schema: pa.Schema, end: int) -> None:

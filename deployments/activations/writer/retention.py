@@ -253,7 +253,7 @@ class SessionManager:
         known = self._catalogue.drop(session_id) or known
         self._total -= self._used.pop(session_id, 0)
         self._owned.clear()
-        if self._owners:  # behind the files: a crash between them leaves no session without its owner
+        if self._owners:  # after the files: a crash between them leaves no session without its owner
             self._owners.forget(session_id)
         if trash:
             return self._removals.submit(_remove, trash)

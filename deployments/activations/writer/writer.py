@@ -101,7 +101,7 @@ class Writer:
     def append(
         self, session_id: str, run_id: str, part: int, batches: Batches, most: int = 0, fence: str | None = None
     ) -> Future[None]:
-        """Queue a chunk, behind `part` others, of a run that is not finished; answered when it is in the file.
+        """Queue a chunk, after `part` others, of a run that is not finished; answered when it is in the file.
 
         `most` bytes may the whole run have, if that is known; `fence` is as for `Owners.check`. StoreError, at once or
         from the future, means that the run cannot be finished.
@@ -111,7 +111,7 @@ class Writer:
         return self._put_chunk(Chunk(RunName(session_id, run_id), part, list(batches), None, (), most, fence))
 
     def submit(self, run: RunFacts, batches: Batches, part: int = 0, fence: str | None = None) -> Future[StoredRun]:
-        """Queue a whole run, or its end behind `part` chunks; answered when it is durable. Raises as `append`."""
+        """Queue a whole run, or its end after `part` chunks; answered when it is durable. Raises as `append`."""
         if not batches and not part:
             raise StoreError(f"Run {run.run_id} has no rows: capture at least one token")
         batch_metadata(run.run_id, 0, 1, run)  # raises for the caller what JSON cannot hold
@@ -171,7 +171,7 @@ class Writer:
 
     def _put(self, work: Callable[[], Any], behind: bool = False) -> Future[Any]:
         request = _Request(work, Future(), behind)
-        with self._closing:  # nothing is queued behind the end
+        with self._closing:  # nothing is queued after the end
             if self._closed:
                 raise StoreError("The activation store is shutting down: send the request again")
             self._queue.put(request)

@@ -40,7 +40,7 @@ class TextStream:
 
     @property
     def length(self) -> int:
-        """Characters so far, those held back and those behind a stop string included."""
+        """Characters so far, those held back and those after a stop string included."""
         return self._emitted + len(self._pending)
 
     def add(self, token: int, may_stop: bool = True) -> str:
