@@ -33,7 +33,7 @@ from deployments.activations.nodes.submitting import connect_writer
 from deployments.errors import RequestError
 from tests.waiting import until
 
-LIMIT_S = 280  # then the stacks are printed
+LIMIT_S = 480  # then the stacks are printed
 
 
 @ray.remote(num_cpus=0)
