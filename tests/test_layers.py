@@ -108,28 +108,28 @@ MODULES = modules()
 
 
 @functools.cache
-def imports(name: str) -> set[str]:
-    """Modules of the project that a module imports, also under TYPE_CHECKING and in functions."""
+def named(name: str, only_at_import: bool = False) -> set[str]:
+    """What a module imports, and what it imports of that; by default also under TYPE_CHECKING and in functions."""
+    tree = ast.parse(MODULES[name].read_text())
     found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in tree.body if only_at_import else ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative imports hide from this test"
             assert node.module
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return (found & set(MODULES)) - {name}
+    return found
 
 
-def packages(path: Path) -> set[str]:
-    """The top packages that a module imports, also in functions."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {name.partition(".")[0] for name in found}
+def imports(name: str, only_at_import: bool = False) -> set[str]:
+    """The modules of the project among them."""
+    return (named(name, only_at_import) & MODULES.keys()) - {name}
+
+
+def packages(name: str) -> set[str]:
+    """The top packages of all that a module imports."""
+    return {one.partition(".")[0] for one in named(name)}
 
 
 def layer_of(name: str) -> str:
@@ -148,9 +148,11 @@ def test_imports_point_downward():
 
 
 def test_no_imports_form_a_cycle():
-    """Neither those of functions and of TYPE_CHECKING. A package may hand out what its modules define."""
-    graph = {name: imports(name) - {name.rpartition(".")[0]} for name in MODULES}
-    TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
+    at_import = {name: imports(name, only_at_import=True) for name in MODULES}
+    TopologicalSorter(at_import).prepare()  # raises CycleError with the cycle
+    # Nor with those of functions and TYPE_CHECKING, where a module may name another of its package by the package.
+    late = {name: imports(name) - {name.rpartition(".")[0]} for name in MODULES}
+    TopologicalSorter(late).prepare()
 
 
 def test_the_evaluator_uses_the_server_over_http_only():
@@ -170,7 +172,7 @@ def test_client_and_server_use_each_other_over_http_only():
 def test_the_engine_does_not_import_ray():
     for name in MODULES:
         if layer_of(name).startswith(LIGHT):
-            assert "ray" not in packages(MODULES[name]), name
+            assert "ray" not in packages(name), name
 
 
 STORED = ["reader.loading", "reader.tables", "reader.training", "export.exports"]
@@ -180,7 +182,7 @@ LIGHT_SERVER = ["activations.reader.pulling", "model_files.names", "model_files.
 @pytest.mark.parametrize(
     "expected",  # in one process, in this order: a module, and the packages that no import so far may have loaded
     [
-        [("vitrine", ["torch", "ray", "pandas", "matplotlib", "pyarrow.dataset"])],
+        [("vitrine.server", ["torch", "ray", "pandas", "matplotlib", "pyarrow.dataset"])],  # has `vitrine.connect`
         [
             *((f"deployments.activations.{name}", ["ray", "datasets"]) for name in STORED),
             ("deployments.engine.engine", ["ray"]),
@@ -200,5 +202,5 @@ for name, absent in {expected}:
 
 def test_only_probes_need_scikit_learn():
     """It comes with the extra `probes`, and whoever serves or evaluates does not have it."""
-    needing = {name for name, path in MODULES.items() if packages(path) & {"scipy", "sklearn"}}
+    needing = {name for name in MODULES if packages(name) & {"scipy", "sklearn"}}
     assert all(name.startswith(("evals.probes", "benchmarks")) for name in needing), needing

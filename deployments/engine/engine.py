@@ -68,8 +68,8 @@ class _Written(NamedTuple):
     bytes: int
 
 
-class _Compiled(NamedTuple):
-    id: str
+class _Compiled:
+    """A grammar that a sequence waits for has been compiled anew."""
 
 
 class Engine:
@@ -368,7 +368,7 @@ class Engine:
     def _may_draw(self, seq: Sequence) -> bool:
         """Whether a sequence's next token can be drawn now; else its grammar is compiled first, on another thread."""
         grammar_state = seq.sampling_state.grammar_state
-        return grammar_state is None or grammar_state.ready(lambda: self._inbox.put(_Compiled(seq.request.id)))
+        return grammar_state is None or grammar_state.ready(lambda: self._inbox.put(_Compiled()))
 
     def _stop(self, seq: Sequence, check: ThresholdCheck, position: int, events: list[Event]) -> None:
         """End an answer at a row that met its `stop_when`: its token was said, and no other follows."""
