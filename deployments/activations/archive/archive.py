@@ -79,7 +79,7 @@ class Archive:
         self._claim = BucketClaim(place, name)
         self._connected: int | None = None  # how often the catalogue was remade before it learned what the bucket has
         self._stopped: str | None = None  # why nothing is archived any more
-        self.trouble = "it has only begun"  # why the last request to the bucket failed
+        self.trouble = "the list of what it has is not read yet"  # why the last request to the bucket failed
         self._listing = threading.Lock()  # a deletion, or the choice of what is listed; never during a request
         self._wake, self._ending = threading.Event(), False
         self._copied: object = None  # the state's version that was copied

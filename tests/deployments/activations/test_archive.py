@@ -23,6 +23,7 @@ from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.archive.claim import InUseError
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
+from deployments.activations.catalogue.replaying import has_caught_up
 from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, name_of
 from deployments.activations.filters import Choice, Filter
@@ -486,7 +487,8 @@ def test_a_catalogue_that_was_made_again_learns_anew_what_the_bucket_has(bucket,
         with path.open("r+b") as database:
             database.write(b"\xff" * path.stat().st_size)
     one.catalogue._database.execute("PRAGMA shrink_memory")  # what it holds of the file's pages
-    until(lambda: one.catalogue.remade and one.run("r"))
+    until(lambda: one.catalogue.remade and one.catalogue.change((), has_caught_up))
+    assert one.run("r")
     assert one.writer.delete("session").result()
     until(lambda: bucket.objects() == [])
 
