@@ -129,8 +129,8 @@ class Options(BaseModel):
             passes, on the same machine. On CPUs, in float32 and bfloat16; prompts run more slowly.
         max_running: The most sequences of a replica that share a forward pass.
         max_queued: The most further sequences that wait in a replica's queue; more get 429.
-        prefill_tokens: The most prompt tokens of one forward pass; a fifth of it while streams decode. A longer prompt
-            runs in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
+        prefill_tokens: The most prompt tokens of one forward pass; at most a fifth of it while streams decode. A
+            longer prompt runs in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
         kv_bytes: The most memory for keys and values of a replica, in bytes.
         kv_fraction: The same as a fraction of the memory that is free at start, if `kv_bytes` is not set. On CPUs,
             the replicas divide that fraction among them.

@@ -90,7 +90,7 @@ class Engine:
         Args:
             model: The only copy of the weights.
             max_running: The most requests that share a decode.
-            prefill_tokens: The most prompt tokens of one forward, of which a fifth is used while
+            prefill_tokens: The most prompt tokens of one forward, of which at most a fifth is used while
                 streamed requests decode; a longer prompt goes in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
             kv_bytes: The most KV memory; without it, `kv_fraction` of what is free now.
             kv_fraction: A part of the free memory; half unless given.

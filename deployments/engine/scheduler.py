@@ -13,6 +13,8 @@ from deployments.engine.sequence import Sequence
 from deployments.model.kv_cache import PAGE
 
 MIN_PROMPT_TOKENS = 32  # of a forward: with no memory for these, a request cannot be served
+STREAM_PARTS = 5, 16  # while streams decode, so many of a forward's prompt tokens at most, and so many at least
+STREAM_ROWS = 3  # of prompts for each row that decodes, between these: a step then takes some two decodes' time
 MOST_OVERTAKING = 64  # later sequences that are taken in before one that does not fit yet
 MOST_BLOCKED = 16  # that do not fit: a step looks at no others after them
 MOST_LOOKUPS = 2  # of beginnings whose pages others hold, in one step: each takes time in proportion to its length
@@ -49,8 +51,8 @@ class Scheduler:
         running: Those that hold pages, in the order in which they were taken in.
         preempted: How often a sequence lost its pages.
         max_sequences: The most sequences that may be under way at present.
-        tokens: The most prompt tokens of one forward at present; a fifth of it while streams decode. Both are halved
-            when memory runs out, and doubled again, up to what the operator set, while it does not.
+        tokens: The most prompt tokens of one forward at present; at most a fifth of it while streams decode. Both are
+            halved when memory runs out, and doubled again, up to what the operator set, while it does not.
     """
 
     def __init__(
@@ -91,12 +93,13 @@ class Scheduler:
         """The next token of each sequence that decodes, and beside them pieces of prompts."""
         decoding = self._decoding()
         pieces = [Piece(seq, seq.fed, 1) for seq in decoding]
-        pieces += self._prompts(streams=any(seq.request.streamed for seq in decoding))
+        streams = any(seq.request.streamed for seq in decoding)
+        pieces += self._prompts(self._beside_streams(len(decoding)) if streams else self.tokens)
         while not pieces and (stuck := [seq for seq in self.running if not seq.stalled]):
             if len(stuck) == 1:
                 break
             self.preempt(max(stuck, key=lambda seq: seq.arrival))  # none has room for its next tokens
-            pieces = self._prompts(streams=False)
+            pieces = self._prompts(self.tokens)
         if not self._packs:
             pieces = sorted(pieces, key=lambda piece: piece.sequence.turn)[:1]
         if self._suspects:
@@ -119,13 +122,17 @@ class Scheduler:
                 self.preempt(max(self.running, key=lambda other: other.arrival))
         return [seq for seq in self.running if seq.decodes]
 
-    def _prompts(self, streams: bool) -> list[Piece]:
+    def _beside_streams(self, rows: int) -> int:
+        """The most prompt tokens beside so many decodes: somebody sees how long these stand still meanwhile."""
+        most, least = (self.tokens // part for part in STREAM_PARTS)
+        return max(MIN_PROMPT_TOKENS, least, min(most, STREAM_ROWS * rows))
+
+    def _prompts(self, left: int) -> list[Piece]:
         """Pieces of prompts that are under way, then of those that wait, as far as they fit.
 
         Args:
-            streams: Whether somebody sees how long a decode stands still meanwhile.
+            left: The most tokens of all pieces.
         """
-        left = max(MIN_PROMPT_TOKENS, self.tokens // 5) if streams else self.tokens
         room = self._capture_budget.left(self.recording)
         scored = 0
         coming = set[Hashable]()  # pages that this forward will fill, and that others may share in the next

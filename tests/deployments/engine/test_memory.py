@@ -24,7 +24,7 @@ def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, m
     forward = Model.forward
 
     def out_of_memory_while_another_runs(model, ids, spans, *rest, **options):
-        if len(spans) > 1 and len(ids) > 100:
+        if len(spans) > 1 and len(ids) > 50:
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
         return forward(model, ids, spans, *rest, **options)
 

@@ -102,7 +102,7 @@ def test_what_a_request_recorded_counts_while_it_waits_for_its_slot_again(build,
     assert engine.statistics.capture_bytes > held > 0
 
 
-@pytest.mark.parametrize(("streamed", "steps"), [(True, 5), (False, 1)])
+@pytest.mark.parametrize(("streamed", "steps"), [(True, 9), (False, 1)])
 def test_a_long_prompt_goes_in_pieces_while_somebody_reads_a_stream(streamed, steps, build, byte_tokenizer, prompt):
     model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
     engine = Engine(model, prefill_tokens=260)
