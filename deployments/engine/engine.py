@@ -145,7 +145,8 @@ class Engine:
             raise RequestError(message, "max_tokens", "context_length_exceeded")
         most = prompt + request.max_tokens
         if most > self._memory.longest:
-            needed, held = most * self._memory.position_bytes, self._memory.budget_bytes
+            needed = self._memory.most_held(most) * self._memory.position_bytes
+            held = self._memory.budget_bytes
             message = f"{most} tokens need at least {needed} bytes of KV memory; the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
         check_sampling(request, self.model.vocabulary)

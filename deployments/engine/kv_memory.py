@@ -15,13 +15,10 @@ import torch
 from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 from deployments.model.model import Model
 
+NO_PAGE = 0  # stays zero, and stands in a table for pages that are not held: torch's operations read before they mask
 CGROUPS = (  # versions 2 and 1: limit, use, and where that says what files hold of it
     ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        ("memory/memory.stat", "total_inactive_file"),
-    ),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("memory/memory.stat", "total_inactive_file")),
 )
 _PAGE = Path("/proc/self/statm")
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
@@ -33,6 +30,9 @@ class KvMemory:
 
     A page that is full is known by the tokens up to its end and by its owner. When no sequence holds it any more it
     stays, as long as there are others to take, for a sequence that begins with the same tokens.
+
+    Where every layer has a window, sequences keep the pages that their next rows read, and no others. All layers share
+    a sequence's table of pages: where some attend to all tokens, as in Gemma 3, all pages are kept.
 
     Attributes:
         cache: The pages.
@@ -58,10 +58,12 @@ class KvMemory:
         free = min(int(free_bytes(device) * (kv_fraction or 0.5)) // size for device, size in by_device.items())
         most = max_running * pages_for(model.context)
         self.pages = min(kv_bytes // page_bytes if kv_bytes else free, most)
-        self.cache = PagedCache(self.pages, like=probe)
+        self.cache = PagedCache(self.pages + 1, like=probe)
+        self.cache.zero(NO_PAGE)
+        self._window = probe.window or model.context
         self._context = model.context
         self._device = model.device
-        self._free = list(range(self.pages - 1, -1, -1))  # the lowest are taken first
+        self._free = list(range(self.pages, NO_PAGE, -1))  # the lowest are taken first
         self._holders: Counter[int] = Counter()  # page -> sequences that hold it
         self._known: dict[tuple[Hashable, tuple[int, ...]], tuple[int, int]] = {}  # what a page has -> its number, page
         self._names: dict[int, tuple[Hashable, tuple[int, ...]]] = {}  # page -> its key in `_known`
@@ -81,7 +83,11 @@ class KvMemory:
     @property
     def longest(self) -> int:
         """The most tokens that a sequence may have by itself."""
-        return min(self.pages * PAGE, self._context)
+        return self._context if pages_for(self.most_held(self._context)) <= self.pages else self.pages * PAGE
+
+    def most_held(self, tokens: int, piece: int = PAGE) -> int:
+        """The most positions for which a sequence of so many tokens needs pages at once, in pieces of so many."""
+        return min(tokens, self._window + piece + PAGE - 2)  # these begin anywhere in a page
 
     @property
     def available(self) -> int:
@@ -99,9 +105,24 @@ class KvMemory:
             kv.pages.append(page)
         return True
 
+    def slide(self, kv: SequenceKv, start: int) -> None:
+        """Take the pages of a sequence that none of its rows from `start` on reads in any layer."""
+        passed = max(0, start + 1 - self._window) // PAGE
+        if passed > kv.passed:
+            self._leave(kv.pages[kv.passed : passed])
+            kv.pages[kv.passed : passed] = [NO_PAGE] * (passed - kv.passed)
+            kv.passed = passed
+
     def release(self, kv: SequenceKv) -> None:
         """Take all pages of a sequence."""
-        for page in reversed(kv.pages):
+        self._leave(kv.pages[kv.passed :])
+        kv.pages.clear()
+        kv.passed = kv.known = 0
+        kv.lone = kv.chain = None
+
+    def _leave(self, pages: Sequence[int]) -> None:
+        """Count one holder less of each of these; the last in order gives way first."""
+        for page in reversed(pages):
             self._holders[page] -= 1
             if not self._holders[page]:
                 del self._holders[page]
@@ -109,10 +130,6 @@ class KvMemory:
                     self._idle[page] = None
                 else:
                     self._free.append(page)
-        kv.pages.clear()
-        kv.lone = None
-        kv.known = 0
-        kv.chain = None
 
     # ---- beginnings that sequences have in common
 
@@ -175,6 +192,7 @@ class KvMemory:
             key = kv.chain, tuple(tokens[kv.known * PAGE : (kv.known + 1) * PAGE])
             if key not in self._known:
                 page = kv.pages[kv.known]
+                assert page != NO_PAGE, "a page is known before its sequence leaves it"
                 self._known[key] = next(self._numbers), page
                 self._names[page] = key
             kv.chain = self._known[key][0]
@@ -196,7 +214,7 @@ class KvMemory:
             self._free.append(self._forget_oldest())
         self._free.sort(reverse=True)
         release_cached(self._device)
-        self.cache.release_from(max(self._holders, default=-1) + 1)
+        self.cache.release_from(max(self._holders, default=NO_PAGE) + 1)
 
 
 def pages_for(tokens: int) -> int:
@@ -272,11 +290,8 @@ def release_cached(device: torch.device) -> None:
 def describe(device: torch.device, error: Exception) -> str:
     """Allocated, reserved and asked-for memory, in words."""
     asked = _ASKED.search(str(error))
-    held = f"{mib(held_bytes(device))} allocated"
-    if device.type == "cuda":
-        held += f", {mib(torch.cuda.memory_reserved(device))} reserved"
-    else:
-        held += f", {mib(psutil.Process().memory_info().vms)} reserved"
+    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else psutil.Process().memory_info().vms
+    held = f"{mib(held_bytes(device))} allocated, {mib(reserved)} reserved"
     return f"{held}, {asked[1] if asked else 'an unknown size'} asked for, {mib(free_bytes(device))} free"
 
 

@@ -86,7 +86,7 @@ class Recovery:
         return once_more
 
     def _exhausted(self, seq: EngineSequence, out_of_memory: str) -> Failure:
-        size = kv_memory.mib(seq.need * self._memory.position_bytes)
+        size = kv_memory.mib(self._memory.most_held(seq.need) * self._memory.position_bytes)
         message = (
             f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
             f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "

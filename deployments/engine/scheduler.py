@@ -91,6 +91,8 @@ class Scheduler:
 
     def next_pieces(self) -> list[Piece]:
         """The next token of each sequence that decodes, and beside them pieces of prompts."""
+        for seq in self.running:
+            self._memory.slide(seq.kv, seq.fed)
         decoding = self._decoding()
         pieces = [Piece(seq, seq.fed, 1) for seq in decoding]
         streams = any(seq.request.streamed for seq in decoding)
@@ -172,7 +174,7 @@ class Scheduler:
         """Those that wait and may come in, first come, first served, where there are pages and capture memory."""
         fitting: list[Sequence] = []
         # Those under way will want these, too.
-        promised = sum(max(0, pages_for(seq.need) - len(seq.kv.pages)) for seq in self.running)
+        promised = sum(max(0, self._most_pages(seq) - len(seq.kv.pages) + seq.kv.passed) for seq in self.running)
         reserved = self._capture_budget.reserved(self.running)
         self._blocked = []
         lookups = 0
@@ -185,10 +187,11 @@ class Scheduler:
             count = len(self.running) + len(fitting)
             if count >= self.max_sequences:
                 break
-            pages = pages_for(seq.need)
+            pages, unheld = self._most_pages(seq), pages_for(seq.need)
             left = self._memory.available - promised
-            if count and pages - seq.unshared // PAGE <= left < pages and lookups < MOST_LOOKUPS:
-                pages -= self._memory.held(seq.token_ids, seq.unshared, seq.request.owner)
+            if count and unheld - seq.unshared // PAGE <= left < pages and lookups < MOST_LOOKUPS:
+                unheld -= self._memory.held(seq.token_ids, seq.unshared, seq.request.owner)
+                pages = min(pages, unheld)
                 lookups += 1
             if count and pages > left:
                 if seq.overtaken >= MOST_OVERTAKING or len(self._blocked) >= MOST_BLOCKED:
@@ -199,6 +202,10 @@ class Scheduler:
             fitting.append(seq)
             reserved += reserve
         return fitting
+
+    def _most_pages(self, seq: Sequence) -> int:
+        """The most pages that a sequence needs at once for the positions that it must find."""
+        return pages_for(self._memory.most_held(seq.need, max(1, min(self.tokens, seq.length - seq.fed))))
 
     def _admitted(self, seq: Sequence, coming: Container[Hashable]) -> bool:
         """Take a sequence in, with the pages that are known of its beginning.
@@ -213,6 +220,7 @@ class Scheduler:
         tokens, shared = seq.token_ids, 0
         if self._packs:
             shared = self._memory.share(seq.kv, tokens, seq.unshared, seq.request.owner)
+            self._memory.slide(seq.kv, shared)
         following = self._memory.next_page(seq.kv, tokens, seq.unshared)
         if (following is not None and following in coming) or not self._memory.grow(seq.kv, shared + 1):
             self._memory.release(seq.kv)

@@ -117,7 +117,7 @@ def _attend(
         raise TypeError("its attention has masks of its own")
     if not query.dtype == key.dtype == value.dtype or query.shape[1] % key.shape[1]:
         raise TypeError("its queries, keys and values do not fit together")
-    layer = cache.take_new(key)
+    layer = cache.take_new(key, sliding_window or 0)
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     weighting = _Weighting(scaling, sliding_window or 0, softcap or 0.0, s_aux)
     run = kernel(query.dtype) if query.device.type == "cpu" else None

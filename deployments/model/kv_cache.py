@@ -25,12 +25,14 @@ class SequenceKv:
 
     Attributes:
         pages: Numbers of its pages, in order.
+        passed: How many of these, from the first, its rows do not read any more: it does not hold them.
         lone: Its own cache, of a model whose sequences share no forward.
         known: How many of its pages other sequences may find by their tokens.
         chain: What stands for the tokens of these.
     """
 
     pages: list[int] = field(default_factory=list)
+    passed: int = 0
     lone: DynamicCache | None = None
     known: int = 0
     chain: Hashable = None
@@ -141,6 +143,7 @@ class PagedCache(Cache):
         super().__init__(layers=[])
         self._pages = pages
         self._layers: dict[int, _Layer] = {}
+        self._windows: dict[int, int] = dict(like._windows) if like is not None else {}
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.packed = Packed([])
         for index, layer in (like._layers if like is not None else {}).items():
@@ -161,16 +164,22 @@ class PagedCache(Cache):
         self._new = layer_idx, key_states, value_states
         return key_states, value_states
 
-    def take_new(self, key: torch.Tensor) -> _Layer:
+    def take_new(self, key: torch.Tensor, window: int) -> _Layer:
         """The layer whose keys these are, which `update` has just got.
 
+        Args:
+            key: They.
+            window: The most tokens that a row of this layer reads, itself included; 0 for all before it.
+
         Raises:
-            TypeError: They are another layer's, or were changed since.
+            TypeError: They are another layer's, or were changed since; or the layer's window has changed.
         """
         new, self._new = self._new, None
         if new is None or new[1] is not key:
             raise TypeError("its attention reads other keys than those it has just kept")
         index, keys, values = new
+        if self._windows.setdefault(index, window) != window:
+            raise TypeError("its attention's window changes")
         if index not in self._layers:
             padded = -(-values.shape[3] // LANES) * LANES
             self._layers[index] = _Layer(
@@ -178,6 +187,17 @@ class PagedCache(Cache):
                 values.new_empty(self._pages, values.shape[1], PAGE, padded),
             )
         return self._layers[index]
+
+    @property
+    def window(self) -> int:
+        """The most tokens that a row reads in any layer, itself included; 0 where a layer reads all before it."""
+        return max(self._windows.values(), default=0) if all(self._windows.values()) else 0
+
+    def zero(self, page: int) -> None:
+        """Have zeros in a page."""
+        for layer in self._layers.values():
+            for part in layer:
+                part[page].zero_()
 
     def of(self, kv: SequenceKv, tokens: int) -> list[torch.Tensor]:
         """[tokens, kv_heads, features] keys and values of a sequence's first tokens, of one layer after the other."""
