@@ -1,12 +1,14 @@
 """The configuration of one evaluation run, checked and frozen."""
 
 import json
+from collections.abc import Collection
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from deployments.points.readouts import MOST_READOUTS, ReadoutName
 from deployments.points.token_choices import parse
@@ -19,6 +21,7 @@ CONTROL = "control"
 # Parts of file names, which a dot sets apart.
 NAME = r"^[A-Za-z0-9_-]{1,64}$"
 MOST = 1 << 31  # of what is counted
+MOST_NAMED = 5  # in a message
 # Strict: in a file, `samples: true` is a mistake and not 1.
 Whole = Annotated[int, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
@@ -30,6 +33,11 @@ class EvalError(Exception):
     """What stops a run; the text is for the user."""
 
 
+def some(names: Collection[str]) -> str:
+    """The first of some names, for a message."""
+    return ", ".join([*islice(names, MOST_NAMED), *(["..."] if len(names) > MOST_NAMED else [])]) or "none"
+
+
 def scaled_field(intervention: dict[str, Any]) -> str | None:
     """What a sweep's scale sets in an intervention; None where that has no strength."""
     return None if "sae" in intervention else {"add": "scale", "scale": "factor"}.get(str(intervention.get("op")))
@@ -38,9 +46,6 @@ def scaled_field(intervention: dict[str, Any]) -> str | None:
 def _names_tokens(value: str) -> str:
     parse(value)
     return value
-
-
-STORED = "stored"  # the context in which options of results are validated
 
 
 class Config(ServingConfig):
@@ -200,7 +205,7 @@ class Config(ServingConfig):
         return names
 
     @model_validator(mode="after")
-    def _check_together(self, info: ValidationInfo) -> Self:
+    def _check_together(self) -> Self:
         if bool(self.layers) != bool(self.sites):
             raise ValueError("--layers and --sites go together")
         if self.points and self.layers:
@@ -219,21 +224,17 @@ class Config(ServingConfig):
         swept = "{layer}" in str(self.interventions)
         if swept != ("layer" in self.sweep):
             raise ValueError("--sweep layer=... and {layer} in a point of --interventions go together")
-        if info.context != STORED:  # earlier versions took these
-            self._check_new()
-        if self.split != "test" and self.dataset != HUB_DATASET:
-            raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file has one split only")
-        if self.few_shot_file and not self.few_shot:
-            raise ValueError("--few-shot-file needs --few-shot, the number of examples to show")
-        return self
-
-    def _check_new(self) -> None:
         if "scale" in self.sweep and not any(map(scaled_field, self.interventions)):
             raise ValueError(
                 "--sweep scale=...: no intervention of --interventions has a scale; add and scale have one"
             )
         if self.parallel % self.workers:
             raise ValueError(f"--parallel {self.parallel} is no multiple of --workers {self.workers}, which share it")
+        if self.split != "test" and self.dataset != HUB_DATASET:
+            raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file has one split only")
+        if self.few_shot_file and not self.few_shot:
+            raise ValueError("--few-shot-file needs --few-shot, the number of examples to show")
+        return self
 
     def _says_what_to_record(self) -> bool:
         chosen: list[Any] = [self.points, self.layers, self.tokens != "all"]

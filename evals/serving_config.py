@@ -1,6 +1,5 @@
 """The options of deploying and of stages, a part of `Config`."""
 
-import argparse
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -88,25 +87,3 @@ def in_order(value: object) -> tuple[Stage, ...]:
     if unknown := [str(stage) for stage in value if stage not in STAGES]:
         raise ValueError(f"--stages: {unknown[0]!r} is not a stage; the stages are {','.join(STAGES)}")
     return tuple(stage for stage in STAGES if stage in value)
-
-
-def add_serving_options(parser: argparse.ArgumentParser) -> None:
-    """The same as options of the command line."""
-    parser.add_argument(
-        "--serve", metavar="MODEL", help="serve this model at the base URL for the run; port 0: a free one"
-    )
-    parser.add_argument(
-        "--server-option",
-        dest="server_options",
-        metavar="NAME=VALUE",
-        action="append",
-        help="an option of the server (docs/options.md) as name=value; repeat it for several",
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", default=None, help="restart the server if --serve left it running"
-    )
-    parser.add_argument(
-        "--keep-running", action="store_true", default=None, help="let the server run on that --serve started"
-    )
-    parser.add_argument("--stages", help=f"the stages to run, from {','.join(STAGES)} (default: all)")
-    parser.add_argument("--smoke", action="store_true", default=None, help="check one captured request and end")

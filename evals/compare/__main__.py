@@ -11,6 +11,7 @@ from evals.config import EvalError
 from evals.gsm8k.screen import COUNTED, aligned, chances, columns, heads, interval, number, points
 from evals.report.charts import SHARES, around_zero
 from evals.report.page import template
+from evals.results.results import write_whole
 from evals.scoring import RULES
 
 OWN_RULES_NOTE = "outcomes and rewards are by each run's own rule: --resume --rule scores a run anew by another"
@@ -79,9 +80,7 @@ def write_page(path: Path, runs: Sequence[Run], found: Sequence[Compared]) -> No
         "shares": SHARES,
         "scale": around_zero(bounds),
     }
-    part = path.with_suffix(".part")
-    part.write_text(template("compare.html.jinja").render(context), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, template("compare.html.jinja").render(context))
 
 
 def _about(run: Run) -> list[str]:

@@ -82,4 +82,4 @@ def _check_interventions(config: Config, messages: list[dict[str, Any]]) -> None
 
 def _refusal(config: Config, messages: list[dict[str, Any]], fields: dict[str, Any]) -> dict[str, Any]:
     body = {"model": config.model, "messages": messages, "max_tokens": 1, "store_activations": False}
-    return refused(f"{config.base_url}/chat/completions", body | fields) or {}
+    return refused(f"{config.base_url}/chat/completions", body | fields)

@@ -15,12 +15,65 @@ from deployments.options import home
 from deployments.points.token_choices import WORDS
 from evals.config import HUB_DATASET, Config
 from evals.scoring import RULES
-from evals.serving_config import OF_ONE_CALL, STAGES, add_serving_options, in_order
+from evals.serving_config import OF_ONE_CALL, STAGES, in_order
 
 Given = dict[str, Any]
 FILES = ("dataset", "variants_file", "few_shot_file")
 # What PyYAML raises for a scalar that is not of its tag, as `!!int x` or the 31st of February.
 OF_SCALARS = (ValueError, LookupError, AttributeError, TypeError)
+
+# The options by name: what `--help` says, and the type or the choices; a list is of several words.
+OPTIONS: dict[str, tuple[str, type | Sequence[str]]] = {
+    "base_url": ("the server's OpenAI root, ending in /v1", str),
+    "model": ("model id; without it the first of the server's list", str),
+    "dataset": (f"demo, a GSM8K .jsonl or .parquet file, or {HUB_DATASET}", str),
+    "split": (f"split of {HUB_DATASET}", str),
+    "samples": ("how many problems; without it all", int),
+    "seed": ("choose problems at random by this seed; without it the first ones", int),
+    "sampling_seed": ("draw answers by this seed; without it by --seed", int),
+    "epochs": ("answers to each problem in each condition", int),
+    "mode": ("with or without the calculator", ["no-tools", "with-tools", "both"]),
+    "tools": ("how the calculator is offered: by the chat template, or in plain text", ["native", "text"]),
+    "variants": ("prompt variants, comma separated: control,frustration,... (default: control)", str),
+    "variants_file": ("a YAML file of variants; without it evals/variants.yaml", str),
+    "interventions": ("a YAML or JSON file with a list of interventions, with which variants are asked, too", str),
+    "steer": ("the variants that are asked steered, comma separated; without it all", str),
+    "sweep": ("layers and scales of them, as scale=-4,0,4 layer=8,12", list),
+    "readouts": ("linear readouts of the server, comma separated: their values, and AUROC against the outcome", str),
+    "few_shot": ("worked examples before each question", int),
+    "few_shot_file": ("where they come from; without it the train split, else those that ship", str),
+    "parallel": ("requests kept in flight", int),
+    "workers": ("Ray workers that share them equally, spread over the cluster's nodes if there are several", int),
+    "max_tokens": ("most new tokens of one answer", int),
+    "max_turns": ("most answers per problem with tools", int),
+    "temperature": ("0 is greedy; without it the model's own, 0 where it has none", float),
+    "top_p": ("likeliest tokens by their sum; without it the model's own", float),
+    "top_k": ("how many likeliest tokens; without it the model's own", int),
+    "system": ("a system prompt before all messages", str),
+    "chat_template_kwargs": ('for the chat template, as JSON: {"enable_thinking": false}', str),
+    "timeout": ("seconds for one answer; a later one is wrong", float),
+    "retries": ("further attempts of a request on 429", int),
+    "max_outage": ("seconds for which a server that does not answer is waited for", float),
+    "max_failures": ("end once more samples than this have failed; without it never", int),
+    "rule": ("the scoring rule that decides what is correct", RULES),
+    "rewards": ("weights, as correctness=1,format=0.2,package.module:function=0.1 (default: correctness=1)", str),
+    "collect_activations": ("record activations; without points or layers, the server's choice of them", bool),
+    "points": ("activation points to record, comma separated", str),
+    "layers": ("layers to record, comma separated, or all; with --sites", str),
+    "sites": ("sites of those layers, comma separated: input_layernorm.output,...", str),
+    "tokens": (f"tokens to record: {WORDS}", str),
+    "transfer_activations": ("copy what was recorded into the results directory", bool),
+    "inline_activations": ("values of each recorded point to put in each sample's record", int),
+    "session_id": ("groups the recorded runs; without it gsm8k-<time>", str),
+    "results_dir": ("a directory without a run; without it ./results/gsm8k-<time>", str),
+    "resume": ("go on with the run in --results-dir: only what is missing, failed or was not stored is asked", bool),
+    "wait_healthy": ("seconds to wait for a Vitrine server that starts", float),
+    "serve": ("serve this model at the base URL for the run; port 0: a free one", str),
+    "fresh": ("restart the server if --serve left it running", bool),
+    "keep_running": ("let the server run on that --serve started", bool),
+    "stages": (f"the stages to run, from {','.join(STAGES)} (default: all)", str),
+    "smoke": ("check one captured request and end", bool),
+}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -148,63 +201,17 @@ def results_path(given: object, name: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     """Defaults live in `Config` alone: an option that was not given is None here."""
     parser = argparse.ArgumentParser(prog="python -m evals.gsm8k", usage="%(prog)s [options]", allow_abbrev=False)
-
-    def option(name: str, text: str, kind: type = str, choices: Sequence[str] | None = None) -> None:
-        default = Config.model_fields[name[2:].replace("-", "_")].default
-        shown = f" (default: {default})" if isinstance(default, str | int | float) and default != "" else ""
-        parser.add_argument(name, help=text + shown, type=kind, choices=choices)
-
-    def switch(name: str, text: str) -> None:
-        parser.add_argument(name, help=text, action=argparse.BooleanOptionalAction)
-
     parser.add_argument("--config", help="a YAML file of these options, as max_tokens: 256; flags win over it")
-    option("--base-url", "the server's OpenAI root, ending in /v1")
-    option("--model", "model id; without it the first of the server's list")
-    option("--dataset", f"demo, a GSM8K .jsonl or .parquet file, or {HUB_DATASET}")
-    option("--split", f"split of {HUB_DATASET}")
-    option("--samples", "how many problems; without it all", int)
-    option("--seed", "choose problems at random by this seed; without it the first ones", int)
-    option("--sampling-seed", "draw answers by this seed; without it by --seed", int)
-    option("--epochs", "answers to each problem in each condition", int)
-    option("--mode", "with or without the calculator", choices=["no-tools", "with-tools", "both"])
-    option(
-        "--tools", "how the calculator is offered: by the chat template, or in plain text", choices=["native", "text"]
-    )
-    option("--variants", "prompt variants, comma separated: control,frustration,... (default: control)")
-    option("--variants-file", "a YAML file of variants; without it evals/variants.yaml")
-    option("--interventions", "a YAML or JSON file with a list of interventions, with which variants are asked, too")
-    option("--steer", "the variants that are asked steered, comma separated; without it all")
-    parser.add_argument("--sweep", nargs="+", help="layers and scales of them, as scale=-4,0,4 layer=8,12")
-    option("--readouts", "linear readouts of the server, comma separated: their values, and AUROC against the outcome")
-    option("--few-shot", "worked examples before each question", int)
-    option("--few-shot-file", "where they come from; without it the train split, else those that ship")
-    option("--parallel", "requests kept in flight", int)
-    option(
-        "--workers", "Ray workers that share them equally, spread over the cluster's nodes if there are several", int
-    )
-    option("--max-tokens", "most new tokens of one answer", int)
-    option("--max-turns", "most answers per problem with tools", int)
-    option("--temperature", "0 is greedy; without it the model's own, 0 where it has none", float)
-    option("--top-p", "likeliest tokens by their sum; without it the model's own", float)
-    option("--top-k", "how many likeliest tokens; without it the model's own", int)
-    option("--system", "a system prompt before all messages")
-    option("--chat-template-kwargs", 'for the chat template, as JSON: {"enable_thinking": false}')
-    option("--timeout", "seconds for one answer; a later one is wrong", float)
-    option("--retries", "further attempts of a request on 429", int)
-    option("--max-outage", "seconds for which a server that does not answer is waited for", float)
-    option("--max-failures", "end once more samples than this have failed; without it never", int)
-    option("--rule", "the scoring rule that decides what is correct", choices=RULES)
-    option("--rewards", "weights, as correctness=1,format=0.2,package.module:function=0.1 (default: correctness=1)")
-    switch("--collect-activations", "record activations; without points or layers, the server's choice of them")
-    option("--points", "activation points to record, comma separated")
-    option("--layers", "layers to record, comma separated, or all; with --sites")
-    option("--sites", "sites of those layers, comma separated: input_layernorm.output,...")
-    option("--tokens", f"tokens to record: {WORDS}")
-    switch("--transfer-activations", "copy what was recorded into the results directory")
-    option("--inline-activations", "values of each recorded point to put in each sample's record", int)
-    option("--session-id", "groups the recorded runs; without it gsm8k-<time>")
-    option("--results-dir", "a directory without a run; without it ./results/gsm8k-<time>")
-    switch("--resume", "go on with the run in --results-dir: only what is missing, failed or was not stored is asked")
-    option("--wait-healthy", "seconds to wait for the server's /health", float)
-    add_serving_options(parser)
+    for name, (text, kind) in OPTIONS.items():
+        if kind is bool:
+            parser.add_argument(flag(name), help=text, action=argparse.BooleanOptionalAction)
+        elif kind is list:
+            parser.add_argument(flag(name), help=text, nargs="+")
+        else:
+            default = Config.model_fields[name].default
+            shown = f" (default: {default})" if isinstance(default, str | int | float) and default != "" else ""
+            given: dict[str, Any] = {"type": kind} if isinstance(kind, type) else {"choices": kind}
+            parser.add_argument(flag(name), help=text + shown, **given)
+    text = "an option of the server (docs/options.md) as name=value; repeat it for several"
+    parser.add_argument("--server-option", dest="server_options", metavar="NAME=VALUE", action="append", help=text)
     return parser

@@ -3,6 +3,7 @@
 completion -> stored run -> the same over HTTP -> deleted
 """
 
+import asyncio
 import io
 import time
 import uuid
@@ -10,17 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import httpx
 import numpy as np
 
-from deployments.activations.reader.paging import Paging
 from evals.activations_meta import points_of, shape_of, why_not_stored
 from evals.config import Config, EvalError
+from evals.server.answers import RequestFailed
+from evals.server.client import ChatClient
 from evals.server.inline import UNREADABLE
-from evals.server.keys import headers
 
 # What an answer raises that is odd, or none of a server of models.
-STEP_ERRORS = (httpx.HTTPError, AttributeError, *UNREADABLE)
+STEP_ERRORS = (AttributeError, *UNREADABLE)
 QUESTION = "Ann has 3 boxes of 12 pens. How many pens is that?"
 NEW_TOKENS = 16
 
@@ -34,26 +34,32 @@ def smoke(config: Config) -> None:
     Raises:
         EvalError: A step did not do what it is to do; with the step and the reason.
     """
-    session = f"smoke-{uuid.uuid4().hex}"
-    root = config.base_url.removesuffix("/v1")
-    where = f"/v1/activations/session/{session}"
     began = time.monotonic()
-    with httpx.Client(base_url=root, headers=headers(), timeout=config.timeout) as client:
-        try:
-            with _step("completion") as say:
-                run = _completed(client, config, session)
-                say(f"{run['tokens']} tokens, {len(points_of(run))} points, {run['run_id']}")
-            with _step("stored run") as say:
-                say(_listed(client, where, run))
-            with _step("read back") as say:
-                say(_read_back(client, where, run))
-        except BaseException:  # delete what was stored, then re-raise
-            with suppress(EvalError, httpx.HTTPError):  # the reason is the one above
-                _deleted(client, where)
-            raise
-        with _step("deleted") as say:
-            say(_deleted(client, where))
+    asyncio.run(_steps(config))
     print(f"smoke: all of it works, in {time.monotonic() - began:.2f} s", flush=True)
+
+
+async def _steps(config: Config) -> None:
+    session = f"smoke-{uuid.uuid4().hex}"
+    where = f"activations/session/{session}"
+    client = ChatClient(config.base_url, timeout=config.timeout, retries=0, parallel=1)
+    try:
+        with _step("completion") as say:
+            run = await _completed(client, config, session)
+            say(f"{run['tokens']} tokens, {len(points_of(run))} points, {run['run_id']}")
+        with _step("stored run") as say:
+            say(await _listed(client, where, run))
+        with _step("read back") as say:
+            say(await _read_back(client, where, run))
+        with _step("deleted") as say:
+            await client.delete(where)
+            say("its files are gone")
+    except BaseException:  # delete what was stored, then re-raise
+        with suppress(RequestFailed):  # the reason is the one above
+            await client.delete(where)
+        raise
+    finally:
+        await client.close()
 
 
 @contextmanager
@@ -62,13 +68,13 @@ def _step(name: str) -> Iterator[Callable[[str], None]]:
     began, said = time.monotonic(), list[str]()
     try:
         yield said.append
-    except (EvalError, *STEP_ERRORS) as error:
-        reason = str(error) if isinstance(error, EvalError) else f"{type(error).__name__}: {error}"
+    except (EvalError, RequestFailed, *STEP_ERRORS) as error:
+        reason = str(error) if isinstance(error, EvalError | RequestFailed) else f"{type(error).__name__}: {error}"
         raise EvalError(f"{name}: {reason}") from error
     print(f"smoke: {name:<12}{time.monotonic() - began:6.2f} s  {' '.join(said)}", flush=True)
 
 
-def _completed(client: httpx.Client, config: Config, session: str) -> dict[str, Any]:
+async def _completed(client: ChatClient, config: Config, session: str) -> dict[str, Any]:
     """The run of one answered request, as the answer tells of it."""
     where = {"points": config.points, "layers": config.layers, "sites": config.sites}
     body = {
@@ -80,7 +86,7 @@ def _completed(client: httpx.Client, config: Config, session: str) -> dict[str, 
         "session_id": session,
         "capture": {name: value for name, value in where.items() if value},
     }
-    answer = _ok(client.post("/v1/chat/completions", json=body)).json()
+    answer = await client.chat(body)
     usage, meta = answer["usage"], answer.get("activations_meta")
     if answer["choices"][0]["message"]["role"] != "assistant" or not usage["completion_tokens"]:
         raise EvalError(f"no assistant's answer: {answer!r:.300}")
@@ -94,22 +100,18 @@ def _completed(client: httpx.Client, config: Config, session: str) -> dict[str, 
     return run
 
 
-def _listed(client: httpx.Client, where: str, run: dict[str, Any]) -> str:
-    session = _ok(client.get(where)).json()
+async def _listed(client: ChatClient, where: str, run: dict[str, Any]) -> str:
+    session = await client.read(where)
     ids = [listed["run_id"] for listed in session["runs"]]
     if ids != [run["run_id"]]:
         raise EvalError(f"the session lists the runs {ids}, not {run['run_id']} alone")
     return f"in {len(session['files'])} file"
 
 
-def _read_back(client: httpx.Client, where: str, run: dict[str, Any]) -> str:
+async def _read_back(client: ChatClient, where: str, run: dict[str, Any]) -> str:
     """Every point has the shape that the answer named, and values that are numbers."""
-    asked = {"run": run["run_id"], "format": "npz"}
-    file, paging = io.BytesIO(), Paging()
-    while not paging.is_whole:
-        page = _ok(client.get(f"{where}/data", params=asked, headers=paging.headers))
-        file.write(paging.take(page.headers, page.content))
-    total = 0
+    await client.download(f"{where}/data", {"run": run["run_id"], "format": "npz"}, file := io.BytesIO())
+    size, total = file.tell(), 0
     file.seek(0)
     with np.load(file) as arrays:
         for name, point in points_of(run).items():
@@ -120,20 +122,4 @@ def _read_back(client: httpx.Client, where: str, run: dict[str, Any]) -> str:
             if not np.isfinite(values).all():
                 raise EvalError(f"{name} holds values that are no finite numbers")
             total += values.size
-    return f"{total:,} values, {paging.length:,} bytes"
-
-
-def _deleted(client: httpx.Client, where: str) -> str:
-    answer = client.delete(where)
-    if answer.status_code == 404:
-        return "there was nothing"
-    _ok(answer)
-    if (left := client.get(where)).status_code != 404:
-        raise EvalError(f"the session is still there: HTTP {left.status_code}")
-    return "its files are gone"
-
-
-def _ok(answer: httpx.Response) -> httpx.Response:
-    if not answer.is_success:
-        raise EvalError(f"{answer.request.url.path}: HTTP {answer.status_code}: {answer.text[:300]}")
-    return answer
+    return f"{total:,} values, {size:,} bytes"

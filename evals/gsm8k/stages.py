@@ -16,7 +16,7 @@ import ray
 from tqdm import tqdm
 
 from deployments.interrupts import terminate_as_interrupt
-from evals.config import STORED, Config, EvalError, Mode
+from evals.config import Config, EvalError, Mode
 from evals.gsm8k.checks import check
 from evals.gsm8k.options import in_ray_job
 from evals.gsm8k.progress import Progress
@@ -26,8 +26,8 @@ from evals.gsm8k.summary import conclude, summarize
 from evals.results.provenance import MAY_DIFFER, Facts, changed, default_profile, facts, sampled_as_the_model
 from evals.results.results import Results, check_new, read_json, read_samples, write_views
 from evals.server.answers import RequestFailed
-from evals.server.server_process import serving, tail_of
-from evals.server.server_queries import first_model, wait_healthy
+from evals.server.server_process import serving, tail_of, wait
+from evals.server.server_queries import first_model
 from evals.serving_config import Stage
 from evals.task import text_tools
 from evals.task.few_shot import load_few_shot
@@ -125,7 +125,7 @@ def _with_server(config: Config) -> int:
 def _named(config: Config) -> Config:
     """The options with the model's name, once the server answers."""
     if config.wait_healthy:
-        wait_healthy(config.base_url, config.wait_healthy)
+        wait(config, config.wait_healthy, config.model)
     config = config.model_copy(update={"model": config.model or first_model(config.base_url)})
     return sampled_as_the_model(config)
 
@@ -179,7 +179,7 @@ def check_same(config: Config) -> None:
     Raises:
         EvalError: what differs, or that there is no run.
     """
-    earlier = Config.model_validate(read_json(config.results_dir / "config.json")["config"], context=STORED)
+    earlier = Config.model_validate(read_json(config.results_dir / "config.json")["config"])
     options = (earlier.model_dump(mode="json"), config.model_dump(mode="json", exclude={"resume"}))
     if differing := changed(*options, MAY_DIFFER - {"rule", "rewards", "transfer_activations"}):
         raise EvalError(
@@ -213,7 +213,7 @@ def _generate_mode(mode: Mode, work: Work, results: Results) -> Iterator[Sample]
     with Progress(mode, work.problems.num_rows * len(asked(work.config)) * work.config.epochs) as progress:
         for sample in read_samples(results.directory, mode):
             if results.has(sample.key):
-                progress.earlier(sample)
+                progress.add(sample, earlier=True)
         for sample in run_all(work.problems, mode, work.config, work.prompts, results.has):
             sample = work.reward(sample)
             results.add(sample)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from evals.activations_meta import runs_of, why_not_stored
-from evals.config import CONTROL, STORED, Config, EvalError, Mode
+from evals.config import CONTROL, Config, EvalError, Mode
 from evals.report.page import write_report
 from evals.results.activation_stats import write_stats
+from evals.results.provenance import Facts
 from evals.results.readout_tally import ReadoutTally
 from evals.results.results import read_json, read_samples, scored_earlier, write_dataset, write_json, write_views
 from evals.results.table import write_table
@@ -40,7 +41,7 @@ def conclude(directory: Path, incomplete: str | None, now: Config | None = None)
         EvalError: the directory holds no run.
     """
     summary = summarize(directory, incomplete)
-    config, recorded = Config.model_validate(summary["config"], context=STORED), summary["activations"]
+    config, recorded = Config.model_validate(summary["config"]), summary["activations"]
     if config.transfer_activations and recorded["runs"] and not incomplete:
         now = now or config
         try:
@@ -76,7 +77,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         EvalError: the directory holds no run, or one of an earlier version.
     """
     facts = read_json(directory / "config.json")
-    config = Config.model_validate(facts["config"], context=STORED)
+    config = Config.model_validate(facts["config"])
     conditions: Conditions = {
         (mode, variant): ConditionTally(config.rule) for mode in config.modes for variant in asked(config)
     }
@@ -93,20 +94,13 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         if readouts:
             readouts.add(sample)
     counts = _counts(conditions, facts["dataset"]["problems"], config.epochs)
-    reasons = [incomplete] if incomplete else [f"{counts['missing']} samples are missing"] * bool(counts["missing"])
-    if len(profiles := sum((tally.profiles for tally in conditions.values()), Counter[str]())) > 1:
-        reasons.append(f"answers were made with several intervention profiles: {', '.join(sorted(profiles))}")
-    if "interventions_after" in facts:
-        reasons.append("the server's default intervention profile was changed meanwhile")
-    if unrewarded := sum(tally.unrewarded for tally in conditions.values()):
-        reasons.append(f"{unrewarded} answers have no reward")
     return {
         "model": config.model,
         "dataset": config.dataset,
         "rule": config.rule,
         "repeated": facts["dataset"].get("repeated", 0),
         "counts": counts,
-        "incomplete": "; ".join(reasons) or None,
+        "incomplete": "; ".join(_reasons(incomplete, counts["missing"], conditions, facts)) or None,
         "conditions": {
             f"{mode}.{variant}": {"mode": mode, "variant": variant} | tally.summary()
             for (mode, variant), tally in conditions.items()
@@ -121,6 +115,18 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         "versions": facts["versions"],
         "times": _times(list(modes.values())),
     }
+
+
+def _reasons(incomplete: str | None, missing: int, conditions: Conditions, facts: Facts) -> list[str]:
+    """Why a run is not complete."""
+    reasons = [incomplete] if incomplete else [f"{missing} samples are missing"] * bool(missing)
+    if len(profiles := sum((tally.profiles for tally in conditions.values()), Counter[str]())) > 1:
+        reasons.append(f"answers were made with several intervention profiles: {', '.join(sorted(profiles))}")
+    if "interventions_after" in facts:
+        reasons.append("the server's default intervention profile was changed meanwhile")
+    if unrewarded := sum(tally.unrewarded for tally in conditions.values()):
+        reasons.append(f"{unrewarded} answers have no reward")
+    return reasons
 
 
 def _counts(conditions: Conditions, problems: int, epochs: int) -> dict[str, int]:

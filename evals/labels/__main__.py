@@ -1,8 +1,108 @@
-"""`python -m evals.labels RESULTS`: write the table of labels."""
+"""`python -m evals.labels`: the labels of an evaluation's recorded runs, as a Parquet file."""
 
+import argparse
+import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from evals.labels.command import main
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from deployments.activations.files.disk import restrict
+from deployments.options import default_store
+from evals.config import EvalError
+from evals.labels import inspect_log, lm_eval
+from evals.labels.table import SPANS, joined, labelled
+
+NAME = "labels.parquet"
+
+
+def summary(table: pa.Table) -> str:
+    """A table of `table.labelled` in a few lines: what counts, what was left out, and which spans there are."""
+    facts = json.loads(table.schema.metadata[b"labels"])
+    right = pc.sum(table["correct"].cast(pa.int64())).as_py() or 0
+    groups = len(table["problem"].unique())
+    spans = [f"{name} {table.num_rows - table[f'span.{name}'].null_count}" for name in SPANS]
+    others = "" if facts["other_runs"] is None else f", {facts['other_runs']} runs of no sample that counts"
+    return "\n".join(
+        [
+            f"{table.num_rows} runs of {groups} problems, {right} of them correct by the {facts['rule']} rule",
+            f"left out: {facts['failed']} failed samples, {facts['without_run']} answers without a stored run, "
+            f"{facts['earlier_turns']} runs of earlier turns{others}",
+            f"spans: {', '.join(spans)}" + (f" ({facts['why_no_spans']})" if facts["why_no_spans"] else ""),
+        ]
+    )
+
+
+def counted(table: pa.Table) -> str:
+    """A table of another harness's log in a few lines: what counts, and what was left out."""
+    facts = json.loads(table.schema.metadata[b"labels"])
+    groups = len(table["problem"].unique())
+    left = ", ".join(f"{count} {reason}" for reason, count in facts["left_out"].items())
+    return f"{table.num_rows} runs of {groups} problems; labels: {', '.join(facts['labels'])}\nleft out: {left}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the labels of a results directory, or of another harness's log.
+
+    Args:
+        argv: the options; without it the process's own.
+
+    Returns:
+        0; 2 where there are none, or what is to be joined to them does not fit.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        if args.inspect:
+            table, place, describe = inspect_log.labelled(args.inspect, turns=args.turns), args.inspect.parent, counted
+        elif args.lm_eval:
+            if not args.session:
+                raise EvalError("--lm-eval needs --session, the session of its runs")
+            table = lm_eval.labelled(args.lm_eval, args.session, args.store or Path(default_store()))
+            place, describe = args.lm_eval.parent, counted
+        else:
+            table, place, describe = labelled(args.results, turns=args.turns), args.results, summary
+        for path in args.labels:
+            table = joined(table, path)
+        restrict(place)
+        out: Path = args.out or place / NAME
+        part = out.with_name(f"{out.name}.part")
+        pq.write_table(table, part)
+        part.replace(out)
+    except (EvalError, OSError) as error:
+        print(f"evals.labels: {error}", file=sys.stderr)
+        return 2
+    print(f"{describe(table)}\n{out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m evals.labels",
+        description="Write the labels of an evaluation's recorded runs.",
+        allow_abbrev=False,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("results", metavar="RESULTS", type=Path, nargs="?", help="a results directory of evals.gsm8k")
+    source.add_argument("--inspect", metavar="LOG", type=Path, help="or a log of inspect_ai")
+    source.add_argument("--lm-eval", metavar="SAMPLES", type=Path, help="or a samples_*.jsonl of lm_eval --log_samples")
+    parser.add_argument("--session", help="with --lm-eval: the session of the runs")
+    parser.add_argument("--store", type=Path, help="with --lm-eval: the store's directory, if not this machine's")
+    parser.add_argument("--out", type=Path, help=f"the Parquet file to write (by default {NAME} beside the input)")
+    parser.add_argument(
+        "--turns", choices=["last", "all"], default="last", help="which runs of a conversation with tools get a row"
+    )
+    parser.add_argument(
+        "--labels",
+        type=Path,
+        action="append",
+        default=[],
+        help="a csv, parquet or jsonl file with run_id; repeat it for several",
+    )
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

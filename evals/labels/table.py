@@ -16,7 +16,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from evals.activations_meta import points_of, runs_of, tokens_of, why_not_stored
-from evals.config import STORED, Config, EvalError
+from evals.config import Config, EvalError, some
 from evals.labels.spans import spans_of
 from evals.results.results import read_json, read_samples, scored_earlier
 from evals.results.transfer import files_of
@@ -25,7 +25,6 @@ from evals.task.trajectory import Sample
 
 SPAN = pa.list_(pa.int32(), 2)
 SPANS = ("prompt_last", "answer", "tool_calls", "tool_results", "end")
-MOST_NAMED = 5  # run ids that a refusal lists
 Turns = Literal["last", "all"]
 
 
@@ -61,7 +60,7 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
             version, or not all of them yet.
     """
     directory = Path(results_dir)
-    config = Config.model_validate(read_json(directory / "config.json")["config"], context=STORED)
+    config = Config.model_validate(read_json(directory / "config.json")["config"])
     if not config.collect_activations:
         raise EvalError(f"{directory} recorded no activations: run the evaluation with --collect-activations")
     counts = dict.fromkeys(("samples", "failed", "without_run", "earlier_turns"), 0)
@@ -86,11 +85,11 @@ def joined(table: pa.Table, path: str | Path) -> pa.Table:
     path = Path(path)
     other = _read(path)
     ids = other["run_id"]
-    if repeated := [one["values"] for one in pc.value_counts(ids).to_pylist() if one["counts"] > 1]:
-        raise EvalError(f"{path}: {len(repeated)} run ids are repeated: {_some(repeated)}")
+    if repeated := [str(one["values"]) for one in pc.value_counts(ids).to_pylist() if one["counts"] > 1]:
+        raise EvalError(f"{path}: {len(repeated)} run ids are repeated: {some(repeated)}")
     known = set(table["run_id"].to_pylist())
-    if unknown := [run_id for run_id in ids.to_pylist() if run_id not in known]:
-        raise EvalError(f"{path}: {len(unknown)} of {len(ids)} run ids have no row in the labels: {_some(unknown)}")
+    if unknown := [str(run_id) for run_id in ids.to_pylist() if run_id not in known]:
+        raise EvalError(f"{path}: {len(unknown)} of {len(ids)} run ids have no row in the labels: {some(unknown)}")
     if taken := [name for name in other.column_names if name != "run_id" and name in table.column_names]:
         raise EvalError(f"{path}: the labels have a column {', '.join(taken)} already: rename it")
     rows = pc.index_in(table["run_id"], value_set=ids)
@@ -126,20 +125,10 @@ def _labelled(directory: Path, turns: Turns, counts: dict[str, int]) -> Iterator
 
 
 def _row(sample: Sample, turn: int, session_id: str, run: dict[str, Any]) -> dict[str, Any]:
-    return stored(session_id, run, sample.turns[turn].prompt_tokens) | {
-        "sample_id": sample.id,
-        "problem": sample.id,
-        "mode": sample.mode,
-        "variant": sample.variant,
-        "epoch": sample.epoch,
-        "turn": turn,
-        "last_turn": turn == len(sample.turns) - 1,
-        "outcome": sample.outcome,
-        "correct": sample.correct,
-        **{f"correct_{rule}": sample.correct_by(rule) for rule in RULES},
-        **{f"reward.{name}": value for name, value in sample.rewards.items()},
-        "reward": sample.reward,
-    }
+    names = {"mode", "variant", "epoch", "outcome", "correct", "reward", *(f"correct_{rule}" for rule in RULES)}
+    row = stored(session_id, run, sample.turns[turn].prompt_tokens) | sample.model_dump(include=names)
+    row |= {"sample_id": sample.id, "problem": sample.id, "turn": turn, "last_turn": turn == len(sample.turns) - 1}
+    return row | {f"reward.{name}": value for name, value in sample.rewards.items()}
 
 
 def stored(session_id: str, run: dict[str, Any], prompt_tokens: int = 0) -> dict[str, Any]:
@@ -224,7 +213,3 @@ def _read(path: Path) -> pa.Table:
         return table.set_column(names.index("run_id"), "run_id", table["run_id"].cast(pa.string()))
     except (OSError, pa.ArrowException) as error:
         raise EvalError(f"{path} cannot be read: {error}") from error
-
-
-def _some(ids: Sequence[str | None]) -> str:
-    return ", ".join(map(str, ids[:MOST_NAMED])) + (", ..." if len(ids) > MOST_NAMED else "")

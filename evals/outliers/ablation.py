@@ -1,9 +1,9 @@
 """What zeroing features costs in perplexity, beside as many random ones: asked of a server by its interventions."""
 
 import asyncio
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from evals.outliers.texts import Prompt
 from evals.server.answers import RequestFailed
 from evals.server.client import ChatClient
 from evals.server.server_queries import ask_json
+from evals.task.problems import json_lines
 
 Record = dict[str, Any]
 MOST_OPERATIONS = 256  # of a request
@@ -49,7 +50,7 @@ def ablate(
         texts, of conditions over the same texts; the draws are fixed in it.
 
     Raises:
-        EvalError: Too few other features, too many points, or no token to score.
+        EvalError: Too few other features, or no token to score.
         RequestFailed: The server refused, or did not answer.
     """
     others = np.setdiff1d(np.arange(width), features)
@@ -57,10 +58,6 @@ def ablate(
         raise EvalError(
             f"--ablate: {len(features)} of {width} features are outliers, so there are too few "
             "other features to compare with",
-        )
-    if len(points) > MOST_OPERATIONS:
-        raise EvalError(
-            f"--ablate: {len(points)} points, and a request has {MOST_OPERATIONS} operations: choose fewer --points"
         )
     draws = [np.random.default_rng(seed).choice(others, len(features), replace=False) for seed in range(seeds)]
     drawn = [sorted(draw.tolist()) for draw in draws]
@@ -78,13 +75,18 @@ def ablate(
     }
 
 
-def check_widths(base_url: str, model: str, points: Sequence[str], width: int) -> None:
+def check_points(base_url: str, model: str, points: Sequence[str], width: int) -> None:
     """Return if the model's points have as many features as were recorded: else a feature's number is another's there.
 
     Raises:
-        EvalError: They have others, as of a session that recorded some features alone.
+        EvalError: They have others, as of a session that recorded some features alone; or a request has no room for
+            so many points.
         RequestFailed: There is no server.
     """
+    if len(points) > MOST_OPERATIONS:
+        raise EvalError(
+            f"--ablate: {len(points)} points, and a request has {MOST_OPERATIONS} operations: choose fewer --points"
+        )
     structure = ask_json(f"{base_url}/model/structure", {"model": model}) or {}
     for point in structure.get("points", ()):
         if point["name"] in points and (features := math.prod(point["shape"])) != width:
@@ -101,24 +103,16 @@ def read_prompts(file: Path, most: int) -> list[Prompt]:
         EvalError: A line is none, by its number; or there is none at all.
     """
     found = list[Prompt]()
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip() and len(found) < most:
-                found.append(_text(line, f"--texts {file}:{number}"))
+    try:
+        for place, row in islice(json_lines(file), most):
+            if not isinstance(text := row.get("text") or row.get("prompt"), str):
+                raise EvalError(f"--texts {file}, {place}: an object with text or prompt is needed")
+            found.append(text)
+    except ValueError as error:
+        raise EvalError(f"--texts {file}, {error}") from error
     if not found:
         raise EvalError(f"--texts {file}: the file has no text")
     return found
-
-
-def _text(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise EvalError(f"{where}: not JSON: {error}") from error
-    text = (row.get("text") or row.get("prompt")) if isinstance(row, Mapping) else None
-    if not isinstance(text, str):
-        raise EvalError(f"{where}: an object with text or prompt is needed")
-    return text
 
 
 async def _score(

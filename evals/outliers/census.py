@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals.config import EvalError
+from evals.config import EvalError, some
 from evals.outliers import features, massive
-from evals.outliers.ablation import ablate, check_widths, read_prompts
+from evals.outliers.ablation import ablate, check_points, read_prompts
 from evals.outliers.census_report import write
 from evals.outliers.counts import Counts
-from evals.outliers.stored import INPUTS, RESIDUAL, Stored, some
+from evals.outliers.stored import INPUTS, RESIDUAL, Stored
 from evals.outliers.texts import add_tokens, stored_prompts
 
 Record = dict[str, Any]
@@ -71,36 +71,32 @@ def census(
     """
     stored = Stored(source, session, INPUTS if points is None else points)
     counts = _counted(features.count(stored, rule.magnitude), "--points")
-    outliers = features.outliers(counts, rule)
     found: Record = {
         "session": session,
         "model": stored.model,
         **_about(counts),
         "thresholds": rule._asdict(),
-        "features": counts.records(outliers),
+        "features": counts.records(features.outliers(counts, rule)),
         "map": _map(counts),
         "massive": _massive(source, session, RESIDUAL if massive_points is None else massive_points, massive_rule),
-        "ablation": None,
-        "ablation_why_not": None,
-    }
+    } | dict.fromkeys(("ablation", "ablation_why_not"))
     add_tokens(source, session, [one["where"] for of in (found, found["massive"]) for one in of["features"]])
     write(out, found)  # also where no server answers
     if ablation:
-        found |= _ablated(source, session, stored, outliers, ablation)
+        found |= _ablated(source, session, stored, sorted(one["feature"] for one in found["features"]), ablation)
         write(out, found)
     return found
 
 
 def _ablated(
-    source: str | os.PathLike[str], session: str, stored: Stored, outliers: np.ndarray, ablation: Ablation
+    source: str | os.PathLike[str], session: str, stored: Stored, outliers: list[int], ablation: Ablation
 ) -> Record:
-    if not len(outliers):
+    if not outliers:
         return {"ablation_why_not": "there is no outlier to set to zero"}
     prompts = _prompts(source, session, ablation)
-    features = outliers.tolist()
     points, width, model = stored.points, stored.width, stored.model
-    check_widths(ablation.base_url, model, points, width)
-    return {"ablation": ablate(ablation.base_url, model, prompts, points, features, width, seeds=ablation.seeds)}
+    check_points(ablation.base_url, model, points, width)
+    return {"ablation": ablate(ablation.base_url, model, prompts, points, outliers, width, seeds=ablation.seeds)}
 
 
 def _massive(

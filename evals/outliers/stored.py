@@ -16,7 +16,7 @@ from deployments.activations.reader.sources import segments
 from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import whole_runs
 from deployments.points.names import recorded
-from evals.config import EvalError
+from evals.config import EvalError, some
 from evals.results.activation_stats import LAYER
 
 # What attention's first projections and the MLP's read, by canonical names or the projections' own.
@@ -160,9 +160,3 @@ def _layer(name: str, module: str, option: str) -> int:
     if not found:
         raise EvalError(f"{option}: {name} belongs to no layer")
     return int(found[1])
-
-
-def some(names: Mapping[str, str] | Sequence[str]) -> str:
-    """The first of some names, for a message."""
-    some = ", ".join(list(names)[:MOST_NAMED])
-    return f"{some}, ..." if len(names) > MOST_NAMED else some or "none"

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ class Options:
         ungrouped: Every run is its own group.
         positive: The label of the positive class.
         points: Points, or wildcards over those that are stored.
-        tokens: Choices of tokens: `last`, `final`, `mean`, `max`, `span:NAME`, `span:FIRST:END`.
+        tokens: Choices of tokens: `prompt_last`, `generated_last`, `last`, `mean`, `max`, `span:NAME` or
+            `span:FIRST:END`.
         methods: `difference`, `logistic`, `ridge`.
         c: Values of C to choose from.
         folds: Folds, outer and inner.
@@ -130,6 +132,29 @@ class Options:
         return self.group or ("problem" if self.evaluated and not self.ungrouped else None)
 
 
+# What `--help` says of the options with a value, and its type; a tuple's default is a list with commas between.
+_HELP: dict[str, tuple[str, type]] = {
+    "session": ("a session of stored runs", str),
+    "results": ("or a results directory of evals.gsm8k, whose runs evals.labels labels", Path),
+    "inspect": ("or a log of inspect_ai over the provider vitrine, whose scores are labels", Path),
+    "labels": ("a csv, parquet or jsonl file of labels with a column run_id, or id for sample ids", Path),
+    "label": ("tag or column of the label", str),
+    "group": ("tag or column of the group; problem with --results and --inspect", str),
+    "positive": ("the label of the positive class, against all others", str),
+    "points": ("points, comma separated; * stands for one part of a name", str),
+    "tokens": ("comma separated: prompt_last, generated_last, last, mean, max, span:NAME, span:FIRST:END", str),
+    "methods": ("comma separated: difference, logistic, ridge", str),
+    "c": ("values of C to choose from, comma separated", float),
+    "folds": ("outer and inner folds", int),
+    "permutations": ("permutations", int),
+    "resamples": ("samples of the bootstrap", int),
+    "seed": ("seed", int),
+    "store": ("the store's directory; without it $VITRINE_HOME/activations", Path),
+    "name": ("the probe's name; without it the label's", str),
+    "install": ("the address of a server to install the probe on as a readout, http://127.0.0.1:8000", str),
+}
+
+
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of a command line; argparse ends the process where one is not known.
 
@@ -143,31 +168,14 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         argument_default=argparse.SUPPRESS,
     )
     default: dict[str, Any] = {item.name: item.default for item in fields(Options)}
-
-    def several(name: str, text: str, kind: type = str) -> None:
-        shown = ",".join(f"{value:g}" if kind is float else str(value) for value in default[name])
-        parser.add_argument(
-            f"--{name}", type=lambda given: [kind(part) for part in given.split(",") if part], help=f"{text} ({shown})"
-        )
-
-    def one(name: str, text: str, kind: type = str) -> None:
-        shown = f" ({default[name]})" if default[name] is not None else ""
-        parser.add_argument(f"--{name}", type=kind, help=text + shown)
-
-    one("session", "a session of stored runs")
-    one("results", "or a results directory of evals.gsm8k, whose runs evals.labels labels", Path)
-    one("inspect", "or a log of inspect_ai over the provider vitrine, whose scores are labels", Path)
-    one("labels", "a csv, parquet or jsonl file of labels with a column run_id, or id for sample ids", Path)
-    one("label", "tag or column of the label")
-    one("group", "tag or column of the group; problem with --results and --inspect")
+    for name, (text, kind) in _HELP.items():
+        if isinstance(default[name], tuple):
+            shown = ",".join(f"{value:g}" if kind is float else str(value) for value in default[name])
+            parser.add_argument(f"--{name}", type=partial(_several, kind), help=f"{text} ({shown})")
+        else:
+            shown = "" if default[name] is None else f" ({default[name]})"
+            parser.add_argument(f"--{name}", type=kind, help=text + shown)
     parser.add_argument("--ungrouped", action="store_true", help="every run is its own group")
-    one("positive", "the label of the positive class, against all others")
-    several("points", "points, comma separated; * stands for one part of a name")
-    several("tokens", "choices of tokens, comma separated: last, final, mean, max, span:NAME, span:FIRST:END")
-    several("methods", "comma separated: difference, logistic, ridge")
-    several("c", "values of C to choose from, comma separated", float)
-    for name in ("folds", "permutations", "resamples", "seed"):
-        one(name, {"folds": "outer and inner folds", "resamples": "samples of the bootstrap"}.get(name, name), int)
     parser.add_argument(
         "--test-session", dest="test_sessions", action="append", metavar="SESSION", help="another session to test on"
     )
@@ -176,9 +184,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         action="store_true",
         help="skip runs without a label, a group, one of the points or the tokens' rows",
     )
-    one("store", "the store's directory; without it $VITRINE_HOME/activations", Path)
     parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="probe the points in tasks of Ray")
     parser.add_argument("--out", type=Path, required=True, help="a directory for the results")
-    one("name", "the probe's name; without it the label's")
-    one("install", "the address of a server to install the probe on as a readout, http://127.0.0.1:8000")
     return Options(**vars(parser.parse_args(argv)))
+
+
+def _several(kind: type, given: str) -> list[Any]:
+    return [kind(part) for part in given.split(",") if part]

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from deployments.activations.files.disk import restrict
 from evals.config import EvalError
-from evals.report.charts import SHARES, Scale, around_zero, histogram, lines, stacked
+from evals.report.charts import SHARES, around_zero, histogram, lines, stacked
 from evals.report.page_data import blocks
 from evals.results import activation_stats
 from evals.results.results import read_json, scored_earlier
@@ -93,7 +93,7 @@ def report_context(directory: Path) -> Record:
         "kinds": OUTCOMES,
         "shares": SHARES,
         "differences": _differences(summary["paired"], conditions),
-        "difference_scale": _difference_scale(summary["paired"]),
+        "difference_scale": around_zero(bound for pair in summary["paired"] for bound in pair["ci95"] or ()),
         "most_steered": max(
             (abs(p["difference"] or 0) for p in summary["paired"] if p["kind"] == "steering"), default=0
         ),
@@ -138,10 +138,6 @@ def _differences(paired: list[Record], conditions: Record) -> list[tuple[str, st
             head = (f"{b['mode']} less {a['mode']}", "variant", f"{a['mode']} alone", f"{b['mode']} alone")
         tables.setdefault(head[0], (*head, []))[-1].append((b["variant"], pair))
     return list(tables.values())
-
-
-def _difference_scale(paired: list[Record]) -> Scale:
-    return around_zero(bound for pair in paired for bound in pair["ci95"] or ())
 
 
 def _usual(conditions: Record, name: str) -> float:

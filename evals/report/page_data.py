@@ -48,10 +48,8 @@ def blocks(directory: Path, embed_bytes: int) -> Iterator[Block]:
     with pq.ParquetFile(directory / "samples.parquet") as file:
         rewards = [name for name in file.schema_arrow.names if name.startswith("reward_")]
         columns = [*dict.fromkeys([*COLUMNS, *DETAILS, *rewards])]
-        lacks = {"epoch": 1} if "epoch" not in file.schema_arrow.names else {}  # results of an earlier version
-        columns = [name for name in columns if name not in lacks]
         for table, batch in enumerate(file.iter_batches(batch_size=ROWS, columns=columns)):
-            rows = [lacks | row for row in batch.to_pylist()]
+            rows = batch.to_pylist()
             held: dict[str, Any] = {}
             size = 0
             for row in rows:

@@ -1,6 +1,5 @@
 """Statistics of a run's recorded activations by point, and so by layer: norms, spread, correct answers and others."""
 
-import hashlib
 import heapq
 import math
 import re
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 from evals.config import CONTROL
 from evals.results.results import write_json
 from evals.results.transfer import files_of
+from evals.task.problems import rank
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +138,7 @@ def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str
         return (run for run in found() if run.is_last and (run.mode, run.variant) == (mode, variant))
 
     def drawn(runs: Iterator[_Recorded]) -> dict[str, _Recorded]:
-        return {run.run_id: run for run in heapq.nsmallest(most, runs, key=lambda run: _rank(run.run_id, seed))}
+        return {run.run_id: run for run in heapq.nsmallest(most, runs, key=lambda run: rank(run.run_id, seed))}
 
     if not (chosen := drawn(found())):
         raise ValueError(f"{source} has none of the samples' runs")
@@ -207,10 +207,6 @@ def _point(name: str, of: dict[str, tuple[set[int], _Sums]]) -> dict[str, Any]:
         **of["all"][1].said(),
         "by_outcome": by_outcome,
     }
-
-
-def _rank(run_id: str, seed: int) -> str:
-    return hashlib.sha256(f"{seed}:{run_id}".encode()).hexdigest()
 
 
 def sites(points: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -7,9 +7,9 @@ While a run goes on, a sample costs its own file and a line of the dataset, no m
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 from fnmatch import fnmatch
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -20,11 +20,12 @@ from evals.results.provenance import Facts, differences, resumed
 from evals.task.records import agent_state, dataset_row, trajectory
 from evals.task.trajectory import UNSCORED, Problem, Sample, failed
 
-TRANSFERRED = "activations/transferred.json"  # once all is there
+FOLDER = "activations"  # below it one for each session
+TRANSFER_FILE = "transferred.json"  # in it, once all of the session is there: what `transfer` returns
 SAMPLES, TRAJECTORIES, STATES = "samples", "trajectories", "agent_states"
 
 
-class Results:
+class Results(AbstractContextManager["Results"]):
     """The directory of one run. A context: it holds dataset.jsonl open.
 
     Attributes:
@@ -92,13 +93,7 @@ class Results:
         write_dataset(directory, again)  # a killed run may have left half a line
         return cls(directory, again)
 
-    def __enter__(self) -> Self:
-        """Itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Closes dataset.jsonl."""
         self._lines.close()
 
@@ -108,7 +103,7 @@ class Results:
 
     def add(self, sample: Sample) -> None:
         """Writes the sample's file and its line, at once. An answer that is here stays if there is no other now."""
-        (self.directory / TRANSFERRED).unlink(missing_ok=True)  # there is more now
+        (self.directory / FOLDER / TRANSFER_FILE).unlink(missing_ok=True)  # there is more now
         if sample.outcome == "failed" and sample.key in self.again:
             earlier = _read(_path(self.directory, sample.key))
             sample = sample if earlier.outcome == "failed" else earlier
@@ -165,9 +160,9 @@ def write_dataset(directory: Path, without: Set[str] = frozenset()) -> None:
 def write_views(directory: Path) -> None:
     """Writes the trajectory and the agent's state of all samples that are there."""
     for sample in read_samples(directory):
-        steps, state = _views(directory, sample.key)
-        write_whole(steps, "".join(map(_line, trajectory(sample))))
-        write_json(state, agent_state(sample))
+        steps = "".join(map(_line, trajectory(sample)))
+        write_whole(directory / TRAJECTORIES / f"{sample.key}.jsonl", steps)
+        write_json(directory / STATES / f"{sample.key}.json", agent_state(sample))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -216,11 +211,6 @@ def _write(directory: Path, sample: Sample) -> None:
 
 def _path(directory: Path, key: str) -> Path:
     return directory / SAMPLES / f"{key}.json"
-
-
-def _views(directory: Path, key: str) -> tuple[Path, Path]:
-    """The sample's trajectory and its agent's state."""
-    return directory / TRAJECTORIES / f"{key}.jsonl", directory / STATES / f"{key}.json"
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -60,14 +60,16 @@ class ConditionTally:
         answer = sample.answer(self._rule)
         vote = None if answer is None else SCORING[self._rule].value(answer)  # `18.0` and `18` are one vote
         self._votes[sample.id][vote, sample.correct] += 1
-        self._counts["answered"] += 1
-        self._counts["thought"] += bool(sample.reasoning)
         self._agreement.update(pair_name(a, b) for a, b in PAIRS if sample.correct_by(a) == sample.correct_by(b))
-        self._counts["invalid"] += answer is None
-        self._counts["truncated"] += sample.finish_reason == "length"
-        self._counts["timed_out"] += sample.finish_reason == TIMEOUT
-        self._counts["turn_limit"] += sample.turn_limit
-        self._counts["rewarded"] += sample.reward is not None
+        self._counts.update(
+            answered=1,
+            thought=bool(sample.reasoning),
+            invalid=answer is None,
+            truncated=sample.finish_reason == "length",
+            timed_out=sample.finish_reason == TIMEOUT,
+            turn_limit=sample.turn_limit,
+            rewarded=sample.reward is not None,
+        )
         self._reward += sample.reward or 0.0
         for name, value in sample.rewards.items():
             self._rewards[name] += value
@@ -85,10 +87,7 @@ class ConditionTally:
             "agreement": {pair_name(a, b): self._agreement[pair_name(a, b)] for a, b in PAIRS},
             "samples": self.outcomes.total(),
             "failed": self.outcomes["failed"],
-            "invalid": self._counts["invalid"],
-            "truncated": self._counts["truncated"],
-            "timed_out": self._counts["timed_out"],
-            "turn_limit": self._counts["turn_limit"],
+            **{kind: self._counts[kind] for kind in ("invalid", "truncated", "timed_out", "turn_limit")},
             "outcomes": {kind: self.outcomes[kind] for kind in OUTCOMES},
             "invalid_rate": self._counts["invalid"] / answered if answered else None,
             "truncated_rate": self._counts["truncated"] / answered if answered else None,

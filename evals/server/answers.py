@@ -63,11 +63,6 @@ def message_of(response: httpx.Response) -> str:
     return response.text[:200] if message is None else str(message)
 
 
-def knows_no_max_tokens(error: dict[str, Any]) -> bool:
-    """Whether a server refuses the field itself, as OpenAI's newer models do, and not its value."""
-    return error.get("param") == "max_tokens" and error.get("code") == "unsupported_parameter"
-
-
 def asked_wait_s(response: httpx.Response) -> float:
     """Seconds that the server asks to wait: it may give a number or a date."""
     value = response.headers.get("Retry-After", "0")

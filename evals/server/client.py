@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -21,7 +21,6 @@ from evals.server.answers import (
     is_absent,
     is_late,
     kind_of,
-    knows_no_max_tokens,
     message_of,
 )
 from evals.server.keys import headers
@@ -36,6 +35,7 @@ MAX_POLL_S = 4.0  # seconds between two looks whether a server that was away is 
 CONNECT_S = 10.0  # that a connection may take: a machine that is off refuses none
 UNREACHABLE = (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)
 MOST_BYTES = 64 << 20  # of an answer, which is held in memory
+MAX_RESTARTS = 3  # of a download whose files changed on the server
 BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientHttpProxyError)
 
 
@@ -121,7 +121,8 @@ class ChatClient:
         try:
             answer = await self._send("POST", "chat/completions", json=sent)
         except RequestFailed as refusal:
-            if "max_tokens" not in sent or not knows_no_max_tokens(refusal.error):
+            reason = refusal.error.get("param"), refusal.error.get("code")
+            if "max_tokens" not in sent or reason != ("max_tokens", "unsupported_parameter"):  # its value is refused
                 raise
             self._limit = "max_completion_tokens"
             answer = await self._send("POST", "chat/completions", json=self._limited(body))
@@ -133,34 +134,51 @@ class ChatClient:
         Raises:
             RequestFailed: as of `chat`.
         """
-        response = await self._send("POST", "completions", json=body)
-        try:
-            answer: dict[str, Any] = response.json()
-        except ValueError as error:
-            raise RequestFailed(f"not a completion: {response.text[:200]!r}") from error
-        return answer
+        return _object(await self._send("POST", "completions", json=body))
 
     def _limited(self, body: dict[str, Any]) -> dict[str, Any]:
         return {self._limit if name == "max_tokens" else name: value for name, value in body.items()}
 
-    async def download(self, path: str, params: dict[str, Any]) -> bytes:
-        """What a route below `/v1` sends in pages, held in memory; each page is tried again, also where it is late.
+    async def read(self, path: str, **params: Any) -> dict[str, Any]:
+        """The JSON object of a route below `/v1`, of some parameters; tried again as `chat` is, also where it is late.
+
+        Raises:
+            RequestFailed: as of `chat`, or the answer is none.
+        """
+        return _object(await self._send("GET", path, params=params))
+
+    async def delete(self, path: str) -> None:
+        """Deletes what a route below `/v1` names.
+
+        Raises:
+            RequestFailed: as of `chat`.
+        """
+        await self._send("DELETE", path)
+
+    async def download(self, path: str, params: dict[str, Any], file: BinaryIO) -> None:
+        """Writes what a route below `/v1` sends in pages; each page is tried again, also where it is late.
 
         Args:
             path: below `/v1`, without a slash before it.
             params: of the query.
+            file: an empty one. It is written anew where the download changes on the server between two pages.
 
         Raises:
-            RequestFailed: as of `chat`; or it is not sent in pages, or changed between two.
+            RequestFailed: as of `chat`; or it is not sent in pages, or changes each time.
         """
-        body, paging = bytearray(), Paging()
+        paging, restarts = Paging(), 0
         while not paging.is_whole:
-            page = await self._send("GET", path, params=params, headers=paging.headers)
             try:
-                body += paging.take(page.headers, page.content)
+                page = await self._send("GET", path, params=params, headers=paging.headers)
+                file.write(paging.take(page.headers, page.content))
             except NoPageError as error:
                 raise RequestFailed(str(error)) from error
-        return bytes(body)
+            except RequestFailed as failure:
+                if failure.error.get("code") != "download_changed" or restarts == MAX_RESTARTS:
+                    raise
+                paging, restarts = Paging(), restarts + 1
+                file.seek(0)
+                file.truncate()
 
     async def _send(self, method: str, path: str, **given: Any) -> httpx.Response:
         failures = misses = renewals = 0  # what counts as retries, what does not, and outages that it made longer
@@ -179,7 +197,8 @@ class ChatClient:
                 if got.was_there and renewals < self._retries:
                     renewals += 1
                     self._outage.renewed()
-                self._check_outage(got.reason)
+                if self._outage.left_s <= 0:
+                    raise RequestFailed(self._outage.given_up(got.reason))
                 counts = outage not in (0, number)
                 outage = number
             failures += counts
@@ -191,10 +210,6 @@ class ChatClient:
             if got.kind == "away":
                 wait = min(wait, self._outage.left_s + SETTLED_S)
             await self._sleep(wait)
-
-    def _check_outage(self, reason: str) -> None:
-        if self._outage.left_s <= 0:
-            raise RequestFailed(self._outage.given_up(reason))
 
     async def _attempt(self, method: str, path: str, **given: Any) -> httpx.Response | _Failure:
         began = self._clock()
@@ -249,6 +264,16 @@ def _has_proxy(url: str) -> bool:
     """Whether the environment names a proxy for it; aiohttp asks anew for each request, which takes it two threads."""
     parts = urlsplit(url)
     return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise RequestFailed(f"not a JSON object: {response.text[:200]!r}")
+    return body
 
 
 def _completion(response: httpx.Response) -> dict[str, Any]:

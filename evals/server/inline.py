@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from evals.activations_meta import ITEM_BYTES, points_of, runs_of, shape_of, tokens_of, why_not_stored
 from evals.server.answers import RequestFailed
 
-Download = Callable[[str, dict[str, Any]], Awaitable[bytes]]
+Download = Callable[[str, dict[str, Any], BinaryIO], Awaitable[None]]
 Record = dict[str, Any]
 Points = dict[str, Record]
 
@@ -83,9 +83,9 @@ async def _of_run(download: Download, meta: Record, run: Record, values: int) ->
             continue
         params = {"run": run["run_id"], "points": names, "format": "npz"}
         try:
-            body = await download(f"activations/session/{meta.get('session_id')}/data", params)
+            await download(f"activations/session/{meta.get('session_id')}/data", params, file := io.BytesIO())
             most = {name: sizes[name] for name in names} | {"position": 8 * tokens_of(run), "run.facts": MOST_FACTS}
-            found |= _read(body, run["run_id"], names, values, most)
+            found |= _read(file, run["run_id"], names, values, most)
         except RequestFailed as error:
             found |= _failed(names, str(error))
         except UNREADABLE as error:
@@ -124,7 +124,7 @@ def _failed(names: Sequence[str], reason: str) -> Points:
     return {name: {"format": "sampled", "error": reason} for name in names}
 
 
-def _read(body: bytes, run_id: str, names: Sequence[str], values: int, most: dict[str, int]) -> Points:
+def _read(body: BinaryIO, run_id: str, names: Sequence[str], values: int, most: dict[str, int]) -> Points:
     """The values of the points that an answer holds; what is odd about one is said in its place.
 
     Args:
@@ -135,7 +135,7 @@ def _read(body: bytes, run_id: str, names: Sequence[str], values: int, most: dic
         most: By member of the file the most bytes of its values.
     """
     found = Points()
-    with ZipFile(io.BytesIO(body)) as file:
+    with ZipFile(body) as file:
         dtypes = json.loads(str(_array(file, "run.facts", most)))["dtypes"]
         positions = _array(file, "position", most)
         for name in names:

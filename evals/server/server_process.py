@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import ray
@@ -45,11 +44,11 @@ def serving(config: Config) -> Iterator[Config]:
         with _joined(config):
             yield config
         return
-    process, log = _start(config)
+    process = _start(config)
     is_healthy = stays = False
     try:
         began = time.monotonic()
-        _wait(config, limit_s, process, log)
+        wait(config, limit_s, config.served.served_name, process)
         _say(f"healthy after {time.monotonic() - began:.0f} s")
         is_healthy = True
         stays = config.keep_running
@@ -60,7 +59,7 @@ def serving(config: Config) -> Iterator[Config]:
             _say(f"{config.serve} still runs at {config.base_url}; stop it with: kill {process.pid}")
         else:
             if is_healthy and process.poll() is not None:  # else that is what is raised
-                _say(f"the server had exited with status {process.returncode}{tail(log)}")
+                _say(f"the server had exited with status {process.returncode}{tail_of(config)}")
             _end(psutil.Process(process.pid) if process.poll() is None else None)
             process.wait()
             _say("the server is stopped")
@@ -70,7 +69,7 @@ def serving(config: Config) -> Iterator[Config]:
 
 def _use(config: Config, limit_s: float) -> bool:
     """Whether a server is there that is the one asked for; waits until its model is loaded."""
-    found = _look_until(config.base_url, limit_s)
+    found = wait(config, limit_s)
     if found is None:
         return False
     record = read_record(config.base_url, _say)
@@ -85,21 +84,9 @@ def _use(config: Config, limit_s: float) -> bool:
         )
     if record is not None and (differing := _differing(record.options, config.served)):
         raise EvalError(f"{config.base_url} was started with other options: {differing}; use --fresh to restart it")
-    _wait(config, limit_s)
+    wait(config, limit_s, config.served.served_name)
     _say(f"using the server at {config.base_url}: Vitrine {found.version} with {config.serve}")
     return True
-
-
-def _look_until(base_url: str, limit_s: float) -> FoundServer | None:
-    """What is there, as soon as it can say so."""
-    end = time.monotonic() + limit_s
-    while True:
-        try:
-            return look(base_url)
-        except NotReady:
-            if time.monotonic() > end:
-                raise
-        time.sleep(0.5)
 
 
 def _restart(base_url: str, record: Record | None) -> None:
@@ -109,10 +96,10 @@ def _restart(base_url: str, record: Record | None) -> None:
             "stop it where it was started, or give another --base-url"
         )
     _say(f"stopping the server at {base_url}")
-    _end(record.process)
+    _end(psutil.Process(record.pid))
 
 
-def _start(config: Config) -> tuple[subprocess.Popen[str], Path]:
+def _start(config: Config) -> subprocess.Popen[str]:
     host, port = place_of(config.base_url)
     _free_port(host)
     record = record_path(config.base_url)
@@ -144,27 +131,39 @@ def _start(config: Config) -> tuple[subprocess.Popen[str], Path]:
     assert process.stdin
     process.stdin.write(json.dumps(plan) + "\n")  # not an argument: the store's URI may hold a key
     process.stdin.flush()
-    return process, log
+    return process
 
 
-def _wait(
-    config: Config, limit_s: float, process: subprocess.Popen[str] | None = None, log: Path | None = None
-) -> None:
-    """Returns when the model can answer, and, where the server was started here, the server has written its record."""
-    end, model, last = time.monotonic() + limit_s, config.served.served_name, "nothing answers"
+def wait(
+    config: Config, limit_s: float, model: str | None = None, process: subprocess.Popen[str] | None = None
+) -> FoundServer | None:
+    """The Vitrine server of a run, as soon as it can say what it is and the model can answer; None where nothing is.
+
+    Args:
+        config: the options, with the server's URL.
+        limit_s: seconds for which it is waited for.
+        model: the model; an empty name stands for any, None for none.
+        process: the server, where it was started here. It has then written its record, too.
+
+    Raises:
+        EvalError: something else is there, or it takes longer; with the last lines of its log.
+    """
+    end, last = time.monotonic() + limit_s, "nothing answers"
     while True:
         if process and process.poll() is not None:
-            raise EvalError(f"the server exited with status {process.returncode} before it was healthy{tail(log)}")
+            raise EvalError(
+                f"the server exited with status {process.returncode} before it was healthy{tail_of(config)}"
+            )
         try:
             # Before its record is there, what is being started cannot say what it is.
             found = look(config.base_url) if process is None or read_record(config.base_url) else None
-            if found and found.is_ready(model):
-                return
-            last = f"{model} is not loaded" if found else last
+            if model is None or (found and found.is_ready(model)):
+                return found
+            last = f"{model or 'no model'} is {'not ' if model else ''}loaded" if found else last
         except NotReady as error:
             last = str(error)
         if time.monotonic() > end:
-            raise EvalError(f"{config.base_url} was not healthy within {limit_s:g} s: {last}{tail(log)}")
+            raise EvalError(f"{config.base_url} was not healthy within {limit_s:g} s: {last}{tail_of(config)}")
         time.sleep(0.5)
 
 
@@ -213,12 +212,7 @@ def _end(process: psutil.Process | None) -> None:
 def tail_of(config: Config) -> str:
     """The last lines of the log of the server that a run has started, as the end of a message; else nothing."""
     log = config.results_dir / LOG
-    return tail(log) if config.serve and log.exists() else ""
-
-
-def tail(log: Path | None) -> str:
-    """The last lines of a log, as the end of a message."""
-    if log is None:
+    if not config.serve or not log.exists():
         return ""
     lines = log.read_text(errors="replace").splitlines()[-LINES:]
     return f"; the last lines of {log}:\n" + "\n".join(lines)

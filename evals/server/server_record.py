@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -13,24 +12,8 @@ from deployments.options import Options, home
 from evals.config import EvalError
 
 
-class Record(NamedTuple):
-    """What a server that `--serve` started says of itself.
-
-    Attributes:
-        process: The one to end; it runs.
-        options: The operator's.
-        ray_address: Its cluster's.
-        ray_auth_mode: What `RAY_AUTH_MODE` is there.
-    """
-
-    process: psutil.Process
-    options: Options
-    ray_address: str
-    ray_auth_mode: str | None
-
-
-class _RecordFile(BaseModel):
-    """What `serve_app.hosting` writes of itself."""
+class Record(BaseModel):
+    """What `serve_app.hosting` writes of a server that `--serve` started: its process, options and cluster."""
 
     model_config = ConfigDict(strict=True, hide_input_in_errors=True)  # a store's URI may hold a key
 
@@ -50,10 +33,9 @@ def read_record(base_url: str, say: Callable[[str], None] = lambda _: None) -> R
     """
     path = record_path(base_url)
     try:
-        written = _RecordFile.model_validate_json(path.read_bytes())
-        process = psutil.Process(written.pid)
-        if process.create_time() != written.created:
-            return None  # the number is another process's by now
+        record = Record.model_validate_json(path.read_bytes())
+        # Else the number is another process's by now.
+        return record if psutil.Process(record.pid).create_time() == record.created else None
     except (FileNotFoundError, psutil.NoSuchProcess):
         return None
     except ValidationError as error:
@@ -67,7 +49,6 @@ def read_record(base_url: str, say: Callable[[str], None] = lambda _: None) -> R
     except (OSError, ValueError, OverflowError, psutil.Error) as error:
         say(f"{path} is ignored, because it cannot be read: {error}")
         return None
-    return Record(process, written.options, written.ray_address, written.ray_auth_mode)
 
 
 def record_path(base_url: str) -> Path:

@@ -29,8 +29,7 @@ def load_few_shot(config: Config, asked: Container[str]) -> FewShot | None:
             continue
         examples[problem.id] = Example(problem.id, problem.question, answer)
         if len(examples) == config.few_shot:
-            order = "the first of the file that are not asked, in its order"
-            return FewShot(source, order, tuple(examples.values()))
+            return FewShot(source, tuple(examples.values()))
     raise EvalError(
         f"--few-shot {config.few_shot}: {path} has only {len(examples)} examples that are not among the problems",
     )

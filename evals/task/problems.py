@@ -58,9 +58,9 @@ def load_problems(config: Config) -> ChosenProblems:
     if config.seed is None:
         problems = islice(problems, config.samples)
     elif config.samples is None:
-        problems = sorted(problems, key=lambda p: _rank(p, config.seed))
+        problems = sorted(problems, key=lambda p: rank(p.id, config.seed))
     else:
-        problems = heapq.nsmallest(config.samples, problems, key=lambda p: _rank(p, config.seed))
+        problems = heapq.nsmallest(config.samples, problems, key=lambda p: rank(p.id, config.seed))
     table = pa.Table.from_pylist([problem._asdict() for problem in problems], SCHEMA)
     if not table.num_rows:
         raise EvalError(f"{path} has no problems")
@@ -112,7 +112,7 @@ def read_rows(path: Path) -> Iterator[ProblemRow]:
         EvalError: the file cannot be read, or a row is not GSM8K's.
     """
     try:
-        for place, row in _parquet(path) if path.suffix == ".parquet" else _json_lines(path):
+        for place, row in _parquet(path) if path.suffix == ".parquet" else json_lines(path):
             try:
                 problem = to_problem(row)
             except EvalError as error:
@@ -128,7 +128,13 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with its place, as `line 7`; blank lines are none.
+
+    Raises:
+        ValueError: a line holds none.
+        OSError: the file cannot be read.
+    """
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -169,5 +175,6 @@ def _text(row: dict[str, Any], name: str) -> str:
     return str(row[name])
 
 
-def _rank(problem: Problem, seed: int | None) -> str:
-    return hashlib.sha256(f"{seed}:{problem.id}".encode()).hexdigest()
+def rank(name: str, seed: int | None) -> str:
+    """What names are drawn by: those of the least ranks, whatever their order."""
+    return hashlib.sha256(f"{seed}:{name}".encode()).hexdigest()

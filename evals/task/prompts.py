@@ -23,7 +23,6 @@ class FewShot(NamedTuple):
     """Examples in the order in which they are shown, and where they come from."""
 
     source: str
-    order: str
     examples: tuple[Example, ...]
 
 
@@ -50,7 +49,7 @@ class Prompts(NamedTuple):
         """The texts as config.json holds them."""
         few_shot = self.few_shot
         examples = [example._asdict() for example in few_shot.examples] if few_shot else []
-        shown = few_shot and {"source": few_shot.source, "order": few_shot.order, "examples": examples}
+        shown = few_shot and {"source": few_shot.source, "examples": examples}
         shown_texts = {"instruction": self.instruction, "variants": self.variants, "few_shot": shown}
         further = {"system": self.system, "tools": self.tools}
         return shown_texts | {name: text for name, text in further.items() if text}

@@ -44,23 +44,14 @@ def trajectory(sample: Sample) -> list[Record]:
 
 def agent_state(sample: Sample) -> Record:
     """Where the agent stood at the end."""
-    return {
-        "id": sample.id,
-        "mode": sample.mode,
-        "variant": sample.variant,
-        "epoch": sample.epoch,
+    names = {"id", "mode", "variant", "epoch", "gold", "finish_reason", "turn_limit", "error", "rewards", "reward"}
+    return sample.model_dump(include=names) | {
         "status": sample.outcome,
         "turns": len(sample.turns),
         "tool_calls": tool_calls(sample),
         "prompt_tokens": sample.prompt_tokens,
         "completion_tokens": sample.completion_tokens,
         "answer": {rule: sample.answer(rule) for rule in RULES},
-        "gold": sample.gold,
-        "finish_reason": sample.finish_reason,
-        "turn_limit": sample.turn_limit,
-        "error": sample.error,
-        "rewards": sample.rewards,
-        "reward": sample.reward,
         "run_ids": [run["run_id"] for run in sample.runs],
     }
 

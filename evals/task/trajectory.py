@@ -143,11 +143,8 @@ async def run_problem(
         for number in range(config.max_turns if mode == "with-tools" else 1):
             capture = {"sample_id": problem.id, "tags": _tags(mode, variant, epoch, number, config)}
             body = request_body(messages, mode, capture, config)
-            if interventions:
-                body["interventions"] = interventions
-            if config.temperature:  # greedy answers need none
-                seed = config.seed if config.sampling_seed is None else config.sampling_seed
-                body["seed"] = request_seed(seed, sample_key(problem.id, mode, variant, epoch), number)
+            body |= request_seed(config, sample_key(problem.id, mode, variant, epoch), number)
+            body |= {"interventions": interventions} if interventions else {}
             turn, message = await _take_turn(chat, body)
             if mode == "with-tools" and config.tools == "text":
                 message = read_call(message, number)

@@ -42,6 +42,12 @@ def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, 
     return body
 
 
-def request_seed(seed: int | None, key: str, turn: int) -> int:
-    """What a turn's sampling hangs on: the run's seed, the sample and the turn, so that a run repeats."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{key}:{turn}".encode()).digest()[:4], "big") >> 1
+def request_seed(config: Config, key: str, turn: int) -> dict[str, int]:
+    """What a turn's sampling hangs on: the run's seed, the sample and the turn, so that a run repeats.
+
+    Greedy answers need none.
+    """
+    if not config.temperature:
+        return {}
+    seed = config.seed if config.sampling_seed is None else config.sampling_seed
+    return {"seed": int.from_bytes(hashlib.sha256(f"{seed}:{key}:{turn}".encode()).digest()[:4], "big") >> 1}

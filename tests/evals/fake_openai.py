@@ -69,7 +69,7 @@ class FakeServer:
         self._socket = socket.create_server(("127.0.0.1", port))
         self.port = int(self._socket.getsockname()[1])
         self.base_url = f"http://127.0.0.1:{self.port}/v1"
-        app = FastAPI()
+        app = FastAPI(title="Vitrine")
         app.get("/health")(self._health)
         app.get("/v1/models")(self._models)
         app.get("/v1/model/structure")(self._structure)

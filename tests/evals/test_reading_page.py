@@ -15,7 +15,7 @@ from recorded import record, says
 from deployments.activations.__main__ import main as activations
 from deployments.activations.reader.loading import load
 from deployments.activations.reader.sources import segments
-from evals.labels.command import main as labels
+from evals.labels.__main__ import main as labels
 
 PAGE = Path(__file__).parents[2] / "docs" / "reading.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)

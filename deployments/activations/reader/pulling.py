@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,10 @@ from deployments.options import fits_header
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
 _BUFFER = 1 << 20
-Patiently = Callable[[Callable[[], bytes]], bytes]
 
 
 class PullError(Exception):
-    """What could not be fetched, and why; `answer` is the server's, or the beginning of what then broke off."""
-
-    def __init__(self, text: str, answer: httpx.Response | None = None) -> None:
-        super().__init__(text)
-        self.answer = answer
+    """What could not be fetched, and why."""
 
 
 class ChangedError(PullError):
@@ -49,13 +44,11 @@ def pull(
     points: Sequence[str] = (),
     api_key: str | None = None,
     progress: bool | None = None,
-    patiently: Patiently = lambda fetch: fetch(),
 ) -> Path:
     """Fetch a server's session into a directory of its name below `to`, as sealed Arrow files; whole or not at all.
 
     `url` is the server's address, with or without `/v1`; `runs` and `points` limit what is fetched. `progress` draws a
-    bar, by default on a terminal. `patiently` calls what fetches one page, again after a PullError that may pass; by
-    default once. Returns the session's directory.
+    bar, by default on a terminal. Returns the session's directory.
 
     FileExistsError if it is there already. PullError if the server refuses, cannot be reached, or an answer is cut off;
     a ChangedError if the session changed meanwhile. ValueError if the name, the address or the key can be none.
@@ -76,7 +69,8 @@ def pull(
         with held(unfinished), httpx.Client(params=params, headers=headers, timeout=_TIMEOUT) as http:
             quiet = None if progress is None else not progress
             bar = tqdm(unit="iB", unit_scale=True, unit_divisor=1024, desc=session, disable=quiet)
-            _keep(_Body(http, address, patiently, bar), unfinished)
+            with bar:
+                keep(io.BufferedReader(_Body(http, address, bar), _BUFFER), unfinished, address)
         unfinished.chmod(to.stat().st_mode & 0o777)
         unfinished.rename(folder)
     finally:
@@ -87,9 +81,8 @@ def pull(
 class _Body(io.RawIOBase):
     """A download, fetched page by page, as a file that is read once."""
 
-    def __init__(self, http: httpx.Client, address: str, patiently: Patiently, bar: tqdm[Any]) -> None:
-        self.address, self.bar = address, bar
-        self._http, self._patiently = http, patiently
+    def __init__(self, http: httpx.Client, address: str, bar: tqdm[Any]) -> None:
+        self._http, self._address, self._bar = http, address, bar
         self._paging, self._held = Paging(), memoryview(b"")
 
     def readable(self) -> bool:
@@ -97,28 +90,27 @@ class _Body(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._held and not self._paging.is_whole:
-            self._held = memoryview(self._patiently(self._page))
-            self.bar.total = self._paging.length
-            self.bar.update(len(self._held))
+            self._held = memoryview(self._page())
+            self._bar.total = self._paging.length
+            self._bar.update(len(self._held))
         count = min(len(buffer), len(self._held))
         buffer[:count] = self._held[:count]
         self._held = self._held[count:]
         return count
 
     def _page(self) -> bytes:
-        begun: httpx.Response | None = None
         try:
-            with self._http.stream("GET", self.address, headers=self._paging.headers) as begun:
+            with self._http.stream("GET", self._address, headers=self._paging.headers) as begun:
                 if begun.status_code != 206:
                     begun.read()
-                    raise ChangedError if begun.status_code == 412 else PullError(_reason(begun), begun)
+                    raise ChangedError if begun.status_code == 412 else PullError(_reason(begun))
                 return self._paging.take(begun.headers, _limited(begun, self._paging.size(begun.headers)))
         except NoPageError as error:
-            raise PullError(f"{self.address}: {error}") from error
+            raise PullError(f"{self._address}: {error}") from error
         except httpx.RemoteProtocolError as error:
-            raise PullError(f"the answer was cut off, nothing of it is kept: {error}", begun) from error
+            raise PullError(f"the answer was cut off, nothing of it is kept: {error}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise PullError(f"{self.address}: {str(error) or type(error).__name__}", begun) from error
+            raise PullError(f"{self._address}: {str(error) or type(error).__name__}") from error
 
 
 def _limited(answer: httpx.Response, size: int) -> bytes:
@@ -138,22 +130,20 @@ def _reason(answer: httpx.Response) -> str:
         return f"{answer.url} answered {answer.status_code}, and not as a server of activations"
 
 
-def _keep(download: _Body, folder: Path) -> None:
-    """Write the streams of a download, each as a file."""
-    with download.bar:
-        body: io.BufferedReader[Any] = io.BufferedReader(download, _BUFFER)
-        number = 0
-        while body.peek(1):
-            number += 1
-            try:
-                _seal(body, folder / f"pulled-{number:06}.arrow")
-            except (pa.ArrowException, ValueError, OSError) as error:
-                if isinstance(error, OSError) and error.errno:  # the disk's, not Arrow's
-                    raise
-                raise PullError(f"{download.address} did not send an Arrow stream: {error}") from error
+def keep(body: io.BufferedReader[Any] | io.BufferedRandom, folder: Path, source: str) -> None:
+    """Write the Arrow streams of a download, each as a file; PullError, which names `source`, if one is damaged."""
+    number = 0
+    while body.peek(1):
+        number += 1
+        try:
+            _seal(body, folder / f"pulled-{number:06}.arrow")
+        except (pa.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # the disk's, not Arrow's
+                raise
+            raise PullError(f"{source} did not send an Arrow stream: {error}") from error
 
 
-def _seal(body: io.BufferedReader[Any], path: Path) -> None:
+def _seal(body: io.BufferedReader[Any] | io.BufferedRandom, path: Path) -> None:
     """Write one stream as an Arrow file, batch by batch."""
     stream = pa.ipc.open_stream(body)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, stream.schema) as writer:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -122,30 +122,32 @@ def find(
     except (FileNotFoundError, ValueError) as error:
         raise EvalError(f"--session {session}: {error}") from error
     (model, revision), names = _points(files, session, points)
-    runs, lacking, first = list[Example](), Counter[str](), dict[str, str]()
+    runs, lacking = list[Example](), defaultdict[str, list[str]](list)
     for chosen in select(files, Wanted(session)):
         if (row := source.of(chosen.facts)) is None:
             continue
         example = _example(chosen, row, names, tokens, grouped)
         if isinstance(example, str):
-            lacking[example] += 1
-            first.setdefault(example, chosen.facts.run_id)
+            lacking[example].append(chosen.facts.run_id)
         else:
             runs.append(example)
-    total = len(runs) + sum(lacking.values())
     if not runs and not lacking:
         raise EvalError(f"--session {session}: none of its runs has a label")
     if lacking and not (skip_missing and runs):
-        reasons = ", ".join(f"{count} {reason} (as {first[reason]})" for reason, count in lacking.most_common())
-        advice = "" if skip_missing else "; use --skip-missing to skip such runs"
+        advice = "; use --skip-missing to skip such runs"
         if not runs:  # an advice to leave out all helps nobody
             tags = sorted({name for chosen in select(files, Wanted(session)) for name in chosen.facts.tags})
             advice = f"; the session's tags are {', '.join(tags) or 'none'}"
-        raise EvalError(f"--session {session}: of {total} runs {reasons}{advice}")
+        raise EvalError(f"--session {session}: {_lacks(lacking, len(runs))}{advice}")
     index = index_rows(store, names, session=session, runs=[run.run_id for run in runs])
-    ranges = _ranges(index, runs, tokens)
+    left_out = {reason: len(ids) for reason, ids in lacking.items()}
     light = replace(index, runs=[])  # it travels to other processes, and the examples have what is needed of them
-    return Examples(session, model, revision, names, runs, ranges, light, dict(lacking))
+    return Examples(session, model, revision, names, runs, _ranges(index, runs, tokens), light, left_out)
+
+
+def _lacks(lacking: Mapping[str, Sequence[str]], others: int) -> str:
+    reasons = ", ".join(f"{len(ids)} {reason} (as {ids[0]})" for reason, ids in lacking.items())
+    return f"of {others + sum(map(len, lacking.values()))} runs {reasons}"
 
 
 def _points(files: Sequence[File], session: str, patterns: Sequence[str]) -> tuple[tuple[str, str | None], list[str]]:

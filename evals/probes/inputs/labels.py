@@ -19,6 +19,7 @@ from evals.config import EvalError
 from evals.labels import inspect_log
 from evals.labels.table import labelled
 from evals.results.transfer import files_of
+from evals.task.problems import json_lines
 
 _TRUE = ("true", "1", "yes")
 NAMED = 8  # label values that a refusal lists
@@ -157,19 +158,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
         return rows
-    with path.open(encoding="utf-8", newline="") as file:
-        if path.suffix == ".csv":
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as file:
             return list(csv.DictReader(file))
-        if path.suffix in (".jsonl", ".json"):
-            return [_object(line) for line in file if line.strip()]
+    if path.suffix == ".jsonl":
+        return [row for _, row in json_lines(path)]
     raise ValueError("not a .csv, .parquet or .jsonl file")
-
-
-def _object(line: str) -> dict[str, Any]:
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"a line is not a JSON object: {line[:60]!r}")
-    return row
 
 
 def _columns(

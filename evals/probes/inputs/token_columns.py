@@ -17,7 +17,7 @@ class TokenColumn(NamedTuple):
 
     Attributes:
         name: As it was written.
-        kind: `prompt_last`, `generated_last`, `last` and `final` (of all), `mean`, `max`, `span` (of a labels table, by
+        kind: `prompt_last`, `generated_last`, `last`, `mean`, `max`, `span` (of a labels table, by
             `label`) or `positions` (`first`, `end`).
     """
 
@@ -34,7 +34,7 @@ class TokenColumn(NamedTuple):
         Raises:
             EvalError: It is none.
         """
-        if name in ("prompt_last", "generated_last", "last", "final", "mean", "max"):
+        if name in ("prompt_last", "generated_last", "last", "mean", "max"):
             return cls(name, name)
         if match := _SPAN.fullmatch(name):
             first, end = (int(part) if part.lstrip("-") else None for part in match.groups())
@@ -55,7 +55,7 @@ class TokenColumn(NamedTuple):
             raise EvalError("--tokens last: the runs generated tokens: use prompt_last or generated_last")
         if self.kind in ("last", "prompt_last"):
             return run.prompt_tokens - 1, run.prompt_tokens
-        if self.kind == "final" or (self.kind == "generated_last" and run.tokens > run.prompt_tokens):
+        if self.kind == "generated_last" and run.tokens > run.prompt_tokens:
             return run.tokens - 1, run.tokens
         if self.kind == "generated_last":
             return None

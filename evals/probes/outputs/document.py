@@ -41,16 +41,14 @@ def document(
     series = [one.selected.held_out for one in outcomes]
     series += [headline.held_out.logits, *(scores for scores in (text,) if scores is not None)]
     samples = resampled(np.stack(series), data.positive, job.folds.of, data.groups, given.resamples, given.seed)
-    many = len(outcomes)
-    rows, reasons = _rows(data, job, outcomes, samples[:many], texts)
+    rows, reasons = _rows(data, job, outcomes, samples, texts)
     own = summary(job, headline, data.group_count)
     own |= {"n": len(data.positive), "positives": int(data.positive.sum())}
     own |= {"groups": data.group_count, "folds": job.folds.count}
-    own |= _bounded(own, "auroc", interval(own["auroc"], samples[many], data.group_count))
+    own |= _bounded(own, "auroc", interval(own["auroc"], samples[len(rows)], data.group_count))
     own["length_auroc"] = None if length is None else float(by_folds(length, data.positive, job.folds.of))
-    own |= _against_text(own, text, texts, samples[many:], job, data.group_count)
+    own |= _against_text(own, text, texts, samples[len(rows) :], job, data.group_count)
     own["faults"] = faults(own, rows)
-    settings = ("label", "permutations", "resamples", "seed")
     return {
         "headline": own,
         "rows": rows,
@@ -65,10 +63,9 @@ def document(
         "tokens": list(texts),
         "methods": list(job.methods),
         "c": sorted(set(given.c)),
-        **{name: getattr(given, name) for name in settings},
+        **{name: getattr(given, name) for name in ("label", "permutations", "resamples", "seed")},
         "left_out": data.examples.left_out,
         "lengths": {name: one.auroc for name, one in lengths.items()},
-        "intervals": "over groups, conditional on the fitted probes; those of rows hold for all rows at once",
     }
 
 
@@ -102,7 +99,7 @@ def _rows(
 ) -> tuple[list[Record], dict[str, str]]:
     """The sweep, and why what is null in it is null."""
     estimates = np.array([by_folds(one.selected.held_out, data.positive, job.folds.of) for one in outcomes])
-    bands = band(estimates, samples, data.group_count)
+    bands = band(estimates, samples[: len(outcomes)], data.group_count)
     rows, reasons = list[Record](), bands[0].reasons("auroc")
     for one, estimate, between in zip(outcomes, estimates.tolist(), bands, strict=True):
         null, text = quantiles(one.null.tolist()), texts[one.tokens]

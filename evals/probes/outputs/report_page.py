@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit
+from sklearn.metrics import roc_curve
 
 from deployments.activations import load
 from evals.probes.fitting.fitting import Job
@@ -17,6 +18,7 @@ from evals.probes.fitting.score_figures import bins
 from evals.probes.inputs.examples import Example, Examples, by_site
 from evals.report.charts import SHARES, Scale
 from evals.report.page import template
+from evals.results.results import write_whole
 
 NAME = "report.html"
 _BARS = 20
@@ -42,7 +44,6 @@ def write(out: Path, document: dict[str, Any], examples: Examples, job: Job, hea
         job: Their classes and folds.
         headline: The probes.
     """
-    part = out / f"{NAME}.part"
     context = {
         "d": document,
         "h": document["headline"],
@@ -53,8 +54,7 @@ def write(out: Path, document: dict[str, Any], examples: Examples, job: Job, hea
         "calibration": bins(headline.held_out.probabilities, job.positive),
         "kinds": shown(examples, job, headline),
     }
-    part.write_text(template("probes.html.jinja").render(context), encoding="utf-8")
-    part.replace(out / NAME)
+    write_whole(out / NAME, template("probes.html.jinja").render(context))
 
 
 def panels(
@@ -110,16 +110,7 @@ def roc(logits: np.ndarray, positive: np.ndarray, folds: np.ndarray) -> dict[str
     """The ROC curve of each fold, and their mean at equal false positive rates; from 0 to 100."""
     curves, grid = [], np.linspace(0, 1, 101)
     for fold in np.unique(folds):
-        scores, labels = logits[folds == fold], positive[folds == fold]
-        cuts = np.unique(scores)[::-1]
-        above = [
-            scores[labels == kind].size - np.searchsorted(np.sort(scores[labels == kind]), cuts)
-            for kind in (False, True)
-        ]
-        false, true = (
-            np.concatenate([[0], part / max(1, (labels == kind).sum())])
-            for part, kind in zip(above, (False, True), strict=True)
-        )
+        false, true, _ = roc_curve(positive[folds == fold], logits[folds == fold], drop_intermediate=False)
         curves.append((false, true))
     mean = np.mean([np.interp(grid, *curve) for curve in curves], axis=0)
     return {"folds": [_points(*_thinned(*curve)) for curve in curves], "mean": _points(grid, mean)}

@@ -15,7 +15,7 @@ from recorded import record, says
 
 from deployments.activations import load
 from evals.config import EvalError
-from evals.labels.command import main, summary
+from evals.labels.__main__ import main, summary
 from evals.labels.table import joined, labelled
 from evals.results.results import read_samples
 

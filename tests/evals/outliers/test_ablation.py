@@ -103,7 +103,7 @@ def test_texts_are_lines_and_a_broken_one_is_named(tmp_path: Path) -> None:
     assert read_prompts(file, 2) == ["a", "b"]
     for broken in ('{"text": 3}', "{", "[]", '{"text": ""}'):
         file.write_text(f'{{"text": "a"}}\n\n{broken}\n')
-        with pytest.raises(EvalError, match="texts.jsonl:3"):
+        with pytest.raises(EvalError, match="texts.jsonl, line 3"):
             read_prompts(file, 9)
     file.write_text("\n")
     with pytest.raises(EvalError, match="no text"):

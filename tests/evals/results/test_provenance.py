@@ -18,7 +18,7 @@ from evals.task.problems import SCHEMA, ChosenProblems
 from evals.task.prompts import Example, FewShot, Prompts
 
 Change = Callable[[Facts], object]
-FEW_SHOT = FewShot("/here/train.jsonl", "its order", (Example("e", "What is 1 + 1?", "#### 2"),))
+FEW_SHOT = FewShot("/here/train.jsonl", (Example("e", "What is 1 + 1?", "#### 2"),))
 REVISION = {"revision": "1" * 40}
 
 

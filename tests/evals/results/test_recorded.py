@@ -33,7 +33,7 @@ async def ask(base_url: str, session: str) -> tuple[list[dict[str, Any]], dict[s
 def test_stored_values_are_sampled_transferred_and_summed_up(served: Any, tmp_path: Path) -> None:
     metas, sampled = asyncio.run(ask(served.base_url, "recorded"))
     runs = [run for meta in metas for run in meta["runs"]]
-    found = transfer(tmp_path, served.base_url, "recorded", progress=False)
+    found = transfer(tmp_path, served.base_url, "recorded")
     assert (found["runs"], found["path"]) == (2, "activations/recorded")
     assert read_json(tmp_path / "activations" / "transferred.json") == found
     assert list(sampled) == [run["run_id"] for run in runs]

@@ -1,16 +1,21 @@
 import asyncio
+import io
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_openai import FakeServer
 from fastapi.responses import JSONResponse
 
+from evals.config import Config, EvalError
 from evals.server import client
 from evals.server.answers import AnswerLate, RequestFailed
 from evals.server.client import ChatClient
-from evals.server.server_queries import first_model, wait_healthy
+from evals.server.recognition import FoundServer
+from evals.server.server_process import wait
+from evals.server.server_queries import first_model
 
 Ask = Callable[[str], Awaitable[dict[str, Any]]]
 
@@ -103,7 +108,9 @@ def test_a_server_that_hangs_is_away_and_its_answer_not_late(server: FakeServer)
 def test_a_download_that_takes_too_long_is_tried_again(server: FakeServer) -> None:
     server.closed = JSONResponse({"error": {"message": "too slow"}}, status_code=504)
     with pytest.raises(RequestFailed, match=r"too slow \(attempt 3 of 3\)"):
-        asyncio.run(with_client(server.base_url, lambda client: client.download("models", {}), sleep=Time().sleep))
+        asyncio.run(
+            with_client(server.base_url, lambda client: client.download("models", {}, io.BytesIO()), sleep=Time().sleep)
+        )
 
 
 @pytest.mark.parametrize(
@@ -288,13 +295,22 @@ def test_the_first_model_is_the_servers_own_order(server: FakeServer) -> None:
         first_model(server.base_url)
 
 
-def test_waiting_ends_when_the_server_is_healthy(server: FakeServer) -> None:
+def waited_for(server: FakeServer, results: Path, limit_s: float) -> FoundServer | None:
+    return wait(Config(base_url=server.base_url, session_id="s", results_dir=results), limit_s, "")
+
+
+def test_waiting_ends_when_the_server_is_healthy(server: FakeServer, tmp_path: Path) -> None:
     server.healthy_after = 1
-    wait_healthy(server.base_url, 30)
+    found = waited_for(server, tmp_path, 30)
+    assert found
+    assert found.loaded == {"fake/model"}
     assert server.checks == 2
 
 
-def test_waiting_ends_with_the_last_answer(server: FakeServer) -> None:
+def test_waiting_ends_with_the_last_answer(server: FakeServer, tmp_path: Path) -> None:
     server.healthy_after = 9
-    with pytest.raises(RequestFailed, match="not healthy within 0 s; last: HTTP 503: not yet"):
-        wait_healthy(server.base_url, 0)
+    with pytest.raises(EvalError, match=r"not healthy within 0 s: .*/health: HTTP 503: 'not yet'"):
+        waited_for(server, tmp_path, 0)
+    server.healthy_after, server.models = 0, []
+    with pytest.raises(EvalError, match="not healthy within 0 s: no model is loaded"):
+        waited_for(server, tmp_path, 0)

@@ -7,7 +7,7 @@ import tracemalloc
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -122,11 +122,10 @@ def test_no_answer_is_larger_than_what_may_be_in_memory(store: Store, monkeypatc
 def test_whatever_shapes_a_server_says_and_sends_each_point_has_values_or_an_error(
     said: list[tuple[Any, np.ndarray | None]], positions: np.ndarray, tokens: int | None, values: int
 ) -> None:
-    async def download(path: str, params: dict[str, Any]) -> bytes:
+    async def download(path: str, params: dict[str, Any], file: BinaryIO) -> None:
         held = {name: array for name, (_, array) in named.items() if array is not None and name in params["points"]}
         facts = np.array(json.dumps({"dtypes": dict.fromkeys(held, "float32")}))
-        np.savez(file := io.BytesIO(), **held, **{"run.facts": facts, "position": positions})
-        return file.getvalue()
+        np.savez(file, **held, **{"run.facts": facts, "position": positions})
 
     named = {f"p{number}": each for number, each in enumerate(said)}
     places = {name: {"uri": "file:///x", "shape": shape, "dtype": "float32"} for name, (shape, _) in named.items()}
@@ -176,10 +175,9 @@ def test_a_shape_that_holds_nothing_is_an_error_in_its_place_and_the_other_point
 def test_a_point_that_the_answer_lacks_fails_no_other(store: Store) -> None:
     meta = store.record("r1", points(1, 4))
 
-    async def lacking(path: str, params: dict[str, Any]) -> bytes:
+    async def lacking(path: str, params: dict[str, Any], file: BinaryIO) -> None:
         facts = np.array(json.dumps({"dtypes": {"a": "float32"}}))
-        np.savez(file := io.BytesIO(), a=np.ones((4, 8)), position=np.arange(4), **{"run.facts": facts})
-        return file.getvalue()
+        np.savez(file, a=np.ones((4, 8)), position=np.arange(4), **{"run.facts": facts})
 
     meta["runs"][0]["points"] = {name: {"shape": [4, 8], "dtype": "float32"} for name in ("b", "a")}
     b, a = asyncio.run(sampled_values(lacking, [meta], 4))["r1"].values()
@@ -189,8 +187,8 @@ def test_a_point_that_the_answer_lacks_fails_no_other(store: Store) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"PK\x03\x04 and no more", b"{}", b"\x93NUMPY\x01\x00v\x00{"])
 def test_an_answer_that_is_no_file_is_said_in_each_points_place(body: bytes) -> None:
-    async def download(path: str, params: dict[str, Any]) -> bytes:
-        return body
+    async def download(path: str, params: dict[str, Any], file: BinaryIO) -> None:
+        file.write(body)
 
     places = {name: {"shape": [4, 8], "dtype": "bfloat16"} for name in ("a", "b")}
     meta = {"session_id": "s", "status": "stored", "runs": [{"run_id": "r", "tokens": 4, "points": places}]}
@@ -202,11 +200,10 @@ def test_an_answer_that_is_no_file_is_said_in_each_points_place(body: bytes) -> 
 def test_a_damaged_file_is_said_in_each_points_place(store: Store) -> None:
     meta = store.record("r1", points(1, 40))
 
-    async def damaged(path: str, params: dict[str, Any]) -> bytes:
-        np.savez_compressed(file := io.BytesIO(), position=np.arange(4), **{"run.facts": np.array("{}" * 99)})
-        body = bytearray(file.getvalue())
-        body[60:90] = bytes(30)
-        return bytes(body)
+    async def damaged(path: str, params: dict[str, Any], file: BinaryIO) -> None:
+        np.savez_compressed(file, position=np.arange(4), **{"run.facts": np.array("{}" * 99)})
+        file.seek(60)
+        file.write(bytes(30))
 
     found = asyncio.run(sampled_values(damaged, [meta], 4))["r1"]
     assert {at["error"].partition(":")[0] for at in found.values()} == {"the answer is no npz file of the run"}
@@ -228,8 +225,8 @@ def test_a_small_answer_that_would_inflate_without_end_is_refused_before_it_does
                 np.lib.format.write_array(plain := io.BytesIO(), array)
                 file.writestr(f"{name}.npy", plain.getvalue())
 
-    async def download(path: str, params: dict[str, Any]) -> bytes:
-        return packed.getvalue()
+    async def download(path: str, params: dict[str, Any], file: BinaryIO) -> None:
+        file.write(packed.getvalue())
 
     assert len(packed.getvalue()) < 1 << 20
     places = {"a": {"shape": [4, 8], "dtype": "float32"}}

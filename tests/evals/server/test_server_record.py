@@ -36,7 +36,7 @@ def read(record: Path, text: bytes) -> tuple[Any, list[str]]:
 
 def test_a_record_of_a_running_process_is_read(record: Path) -> None:
     found, said = read(record, json.dumps(content()).encode())
-    assert found.process.pid == os.getpid()
+    assert found.pid == os.getpid()
     assert (found.options.threads, found.ray_address, said) == (2, "127.0.0.1:6379", [])
 
 

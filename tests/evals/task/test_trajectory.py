@@ -117,7 +117,7 @@ def test_a_conversation_that_grows_too_long_is_a_wrong_answer_on_any_turn(
 
 
 def test_worked_examples_are_no_answer_of_the_model(server: FakeServer) -> None:
-    shown = FewShot("here", "first", (Example("e", "What is 2 + 3?", "#### 5"),))
+    shown = FewShot("here", (Example("e", "What is 2 + 3?", "#### 5"),))
     sample = play(server, "[wide]", "no-tools", few_shot=shown)
     assert (sample.outcome, sample.completion) == ("truncated", "")
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("inspect_ai", reason="inspect_ai is not installed: make lint")
 
 from evals.config import EvalError
-from evals.labels.command import main
+from evals.labels.__main__ import main
 from evals.labels.inspect_log import labelled
 from evals.probes.__main__ import main as probes
 
