@@ -87,7 +87,8 @@ async def _completed(client: ChatClient, config: Config, session: str) -> dict[s
         "capture": {name: value for name, value in where.items() if value},
     }
     answer = await client.chat(body)
-    usage, meta = answer["usage"], answer.get("activations_meta")
+    usage: dict[str, Any] = answer["usage"]
+    meta: Any = answer.get("activations_meta")
     if answer["choices"][0]["message"]["role"] != "assistant" or not usage["completion_tokens"]:
         raise EvalError(f"no assistant's answer: {answer!r:.300}")
     if why := why_not_stored(meta):

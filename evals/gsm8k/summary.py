@@ -12,10 +12,19 @@ from evals.report.page import write_report
 from evals.results.activation_stats import write_stats
 from evals.results.provenance import Facts
 from evals.results.readout_tally import ReadoutTally
-from evals.results.results import read_json, read_samples, scored_earlier, write_dataset, write_json, write_views
+from evals.results.results import (
+    FOLDER,
+    TRANSFER_FILE,
+    read_json,
+    read_samples,
+    scored_earlier,
+    write_dataset,
+    write_json,
+    write_views,
+)
 from evals.results.table import write_table
 from evals.results.tally import ActivationTally, ConditionTally, ModeTally
-from evals.results.transfer import FOLDER, TRANSFER_FILE, transfer, transferred_runs
+from evals.results.transfer import transfer, transferred_runs
 from evals.stats import covered, holm, paired_difference
 from evals.task.steering import asked, cells, layers
 

@@ -11,8 +11,7 @@ from made import make_results
 from evals.config import Config
 from evals.gsm8k import stages
 from evals.report.page import write_report
-from evals.results.results import read_json
-from evals.results.transfer import FOLDER
+from evals.results.results import FOLDER, read_json
 
 WHY = "the disk is full"
 
