@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn.linear_model import LogisticRegression
+from scipy.special import expit
 from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 
 from evals.auroc import by_folds
 
 _RARE = (500, 100)  # negatives and groups below which recall at 1% false positives has no meaning
 _BINS = 10
+_PLATT_STEPS = 100
 
 
 def platt(logits: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
@@ -26,12 +27,23 @@ def platt(logits: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
     yes, no = int(positive.sum()), int((~positive).sum())
     target = np.where(positive, (yes + 1) / (yes + 2), 1 / (no + 2))
     center, scale = float(logits.mean()), float(logits.std()) or 1.0
-    rows = (logits[:, None] - center) / scale
-    # Each example is one of both classes, as much as its target says.
-    labels, weights = np.repeat([1, 0], len(rows)), np.concatenate([target, 1 - target])
-    model = LogisticRegression(C=1e9, solver="newton-cholesky", tol=1e-8).fit(np.vstack([rows, rows]), labels, weights)
-    slope, offset = float(model.coef_[0, 0]) / scale, float(model.intercept_[0])
-    return slope, offset - slope * center
+    rows = np.stack([(logits - center) / scale, np.ones(len(logits))], axis=1)
+
+    def loss(at: np.ndarray) -> float:
+        return float(np.logaddexp(0, rows @ at).sum() - target @ (rows @ at))
+
+    found = np.array([0.0, np.log((yes + 1) / (no + 1))])
+    for _ in range(_PLATT_STEPS):
+        chance = expit(rows @ found)
+        slope = rows.T @ (chance - target)
+        curvature = (rows * (chance * (1 - chance))[:, None]).T @ rows + 1e-12 * np.eye(2)
+        step, size, start = np.linalg.solve(curvature, slope), 1.0, loss(found)
+        if slope @ step < 1e-12:
+            break
+        while loss(found - size * step) > start - 1e-4 * size * (slope @ step) and size > 1e-9:
+            size /= 2
+        found = found - size * step
+    return float(found[0] / scale), float(found[1] - found[0] * center / scale)
 
 
 def figures(
