@@ -1,8 +1,6 @@
 """`python -m evals.gsm8k`: GSM8K with and without a calculator, over any OpenAI server.
 
-    options -> a server -> problems and prompts -> samples as they finish -> summary
-
-The scoring rules can be imported from here.
+What it does: options -> a server -> problems and prompts -> samples as they finish -> summary
 """
 
 import sys
@@ -11,9 +9,6 @@ from collections.abc import Sequence
 from deployments.activations.files.disk import restrict
 from evals.gsm8k.options import parse_args
 from evals.gsm8k.stages import run_stages
-from evals.scoring import flexible_match, is_correct, strict_match
-
-__all__ = ["flexible_match", "is_correct", "main", "strict_match"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import ray
@@ -96,7 +96,8 @@ def _restart(base_url: str, record: Record | None) -> None:
             "stop it where it was started, or give another --base-url"
         )
     _say(f"stopping the server at {base_url}")
-    _end(psutil.Process(record.pid))
+    with suppress(psutil.NoSuchProcess):  # it has ended since
+        _end(psutil.Process(record.pid))
 
 
 def _start(config: Config) -> subprocess.Popen[str]:

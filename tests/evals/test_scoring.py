@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.gsm8k.__main__ import flexible_match, is_correct, strict_match
-from evals.scoring import RULES, Rule, find_normalized, score
+from evals.scoring import RULES, Rule, find_normalized, flexible_match, is_correct, score, strict_match
 
 
 @pytest.mark.parametrize(
