@@ -79,7 +79,6 @@ class Archive:
         self._claim = BucketClaim(place, name)
         self._connected: int | None = None  # how often the catalogue was remade before it learned what the bucket has
         self._stopped: str | None = None  # why nothing is archived any more
-        self.trouble = "the list of what it has is not read yet"  # why the last request to the bucket failed
         self._listing = threading.Lock()  # a deletion, or the choice of what is listed; never during a request
         self._wake, self._ending = threading.Event(), False
         self._copied: object = None  # the state's version that was copied
@@ -194,9 +193,9 @@ class Archive:
             self._pauses.end(name)
         except OSError as error:
             self._failed(name, error)
-        except Exception:  # nothing is above this thread, and uploads must go on after any error
+        except Exception as error:  # nothing is above this thread, and uploads must go on after any error
             logger.exception("archiving to %s goes on later", self.place)
-            self._pauses.begin(name)
+            self._pauses.begin(name, error)
 
     def _connect(self) -> None:
         """Claim the bucket, and learn what the manifest says, unless that is done."""
@@ -206,7 +205,7 @@ class Archive:
             try:
                 self._claim.acquire()
             except InUseError as error:
-                self._stopped = self.trouble = str(error)
+                self._stopped = str(error)
                 self._lost()
                 return
         remade = self._catalogue.remade
@@ -232,7 +231,6 @@ class Archive:
         """Add segments that are in the bucket to the manifest, except those whose session was deleted meanwhile."""
         for uri, error in self._uploads.failed():
             logger.warning("%s is not archived yet: %s", uri, error)
-            self.trouble = str(error)
         if not (uris := self._uploads.whole()):
             return
         with self._listing:  # who deletes the session from now on finds them among the uploads that are whole
@@ -329,6 +327,13 @@ class Archive:
         self._catalogue.change(session_ids, lambda database: replay(database, part, told, self._bases))
 
     @property
+    def trouble(self) -> str:
+        """Why the bucket is not written, or not as fast as was waited for."""
+        is_read = self._connected is not None and self._connected == self._catalogue.remade
+        waits = "uploads take longer" if is_read else "the list of what it has is not read yet"
+        return self._stopped or self._pauses.why or waits
+
+    @property
     def _is_connected(self) -> bool:
         """Whether the bucket is this server's, and the catalogue knows what is in it."""
         return self._connected == self._catalogue.remade and self._claim.is_held
@@ -336,7 +341,7 @@ class Archive:
     def _check(self) -> None:
         """Raise ArchiveError unless the bucket may be changed."""
         if self._stopped or not self._is_connected:
-            raise ArchiveError(f"the bucket {self.place} cannot be written now: {self._stopped or self.trouble}")
+            raise ArchiveError(f"the bucket {self.place} cannot be written now: {self.trouble}")
 
     def _lost(self) -> None:
         if self._stopped:
@@ -345,8 +350,7 @@ class Archive:
             logger.error("nothing is archived to %s for now, its claim ran out: %s", self.place, self.trouble)
 
     def _failed(self, work: str, error: OSError) -> None:
-        self.trouble = str(error)
-        self._pauses.begin(work)
+        self._pauses.begin(work, error)
         logger.error("archiving to %s is tried again: %s", self.place, error)
 
     def _object(self, segment: str) -> Any:

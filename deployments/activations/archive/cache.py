@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,21 +40,29 @@ class Cache:
         self.grown = True  # since the last `evict`, more segments of the disks are in the bucket
 
     def evict(self) -> None:
-        """Remove from each disk what is in the bucket, the oldest first, until no more than `most` bytes stay."""
+        """Remove from each disk what is in the bucket, the oldest first, until no more than `most` bytes stay.
+
+        OSError if a disk or a node refuses; other files go all the same.
+        """
         if not self.grown:
             return
-        self.grown = False
-        by_node = defaultdict[str | None, list[tuple[str, int]]](list)
-        kept = "SELECT uri, bytes FROM files WHERE archived AND uri NOT LIKE ? || '%' ORDER BY modified_ns, id"
-        for uri, size in self._catalogue.select(kept, self._bucket):
-            by_node[node_of(uri)].append((uri, size))
-        for node, files in by_node.items():
-            over = sum(size for _, size in files) - self._most
-            for uri, size in files:
-                if over <= 0:
-                    break
-                over -= size
-                self._remove(node, uri)
+        self.grown, failed = False, None
+        kept = """SELECT uri, bytes, coalesce(modified_ns, 0) FROM files WHERE archived AND uri NOT LIKE ? || '%'
+            ORDER BY modified_ns, id"""
+        files = self._catalogue.select(kept, self._bucket)
+        over = Counter[str | None]()  # by node
+        for uri, size, _ in files:
+            over[node_of(uri)] += size
+        for uri, size, modified_ns in files:
+            if over[node := node_of(uri)] > self._most and self._is_there(node):
+                try:
+                    self._remove(node, uri, modified_ns)
+                    over[node] -= size
+                except OSError as error:
+                    failed = error
+        if failed:
+            self.grown = True  # the next call tries again
+            raise failed
 
     def restore(self, uris: Iterable[str]) -> bool:
         """Fetch segments that are in the bucket alone, if there is room for all; whether it did."""
@@ -71,14 +79,19 @@ class Cache:
         """Have a segment that is in the bucket be read at another URI; false where it is known no more."""
         return self._catalogue.change((), lambda database: move(database, uri, to, modified_ns))
 
-    def _remove(self, node: str | None, uri: str) -> None:
-        if node and not (self._elsewhere and self._elsewhere.is_alive(node)):
-            return
-        self.move(uri, self._bucket + name_of(uri))
-        if node:
-            self._elsewhere.remove(uri)
-        else:
-            path_of(uri).unlink(missing_ok=True)
+    def _is_there(self, node: str | None) -> bool:
+        return node is None or bool(self._elsewhere and self._elsewhere.is_alive(node))
+
+    def _remove(self, node: str | None, uri: str, modified_ns: int) -> None:
+        self.move(uri, archived := self._bucket + name_of(uri))
+        try:
+            if node:
+                self._elsewhere.remove(uri)
+            else:
+                path_of(uri).unlink(missing_ok=True)
+        except OSError:
+            self.move(archived, uri, modified_ns)
+            raise
 
     def _restore_once(self, uri: str) -> None:
         with self._restoring.setdefault(uri, threading.Lock()):

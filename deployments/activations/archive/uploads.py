@@ -17,18 +17,23 @@ class Pauses:
     """Which names have failed and are not to be tried again yet. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, tuple[float, float]] = {}  # until when, and how long the next one is
+        self._begun: dict[str, tuple[float, float, str]] = {}  # until when, how long the next one is, and why
 
     def __len__(self) -> int:
         return len(self._begun)
 
     def __contains__(self, name: str) -> bool:
-        return self._begun.get(name, (0.0, 0.0))[0] > time.monotonic()
+        return self._begun.get(name, (0.0, 0.0, ""))[0] > time.monotonic()
 
-    def begin(self, name: str) -> None:
+    @property
+    def why(self) -> str | None:
+        """The reason of the last failure that no success has followed."""
+        return next((why for *_, why in reversed(list(self._begun.values()))), None)
+
+    def begin(self, name: str, why: BaseException) -> None:
         """It has failed, perhaps again."""
-        _, pause = self._begun.get(name, (0.0, PAUSES_S[0]))
-        self._begun[name] = time.monotonic() + pause, min(2 * pause, PAUSES_S[1])
+        _, pause, _ = self._begun.pop(name, (0.0, PAUSES_S[0], ""))
+        self._begun[name] = time.monotonic() + pause, min(2 * pause, PAUSES_S[1]), str(why)
 
     def end(self, name: str) -> None:
         """It has succeeded."""
@@ -62,9 +67,9 @@ class Uploads:
         """Forget the uploads that have failed, and return why; each is begun no more until its pause is over."""
         ended = [(uri, one.exception()) for uri, one in self._begun.items() if one.done()]
         failed = [(uri, error) for uri, error in ended if error]
-        for uri, _ in failed:
+        for uri, error in failed:
             del self._begun[uri]
-            self._pauses.begin(name_of(uri))
+            self._pauses.begin(name_of(uri), error)
         return failed
 
     @property

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from deployments.activations.catalogue import old_buckets
 from deployments.activations.catalogue.database import in_memory
 from deployments.activations.catalogue.manifest import Bases, Manifest
-from deployments.activations.catalogue.replaying import bring, replay
+from deployments.activations.catalogue.replaying import begun, bring, lent, replay
 from deployments.activations.facts import name_of
 from deployments.activations.files.places import File, Place, place_of
 
@@ -45,9 +45,10 @@ def read_manifest(place: Place) -> sqlite3.Connection | None:
         known, database = _read.get(key, (None, None))
         if known == names:
             return database
-        database = in_memory()
+        database = begun(manifest)
+        has = {name for (name,) in database.execute("SELECT name FROM applied")}
         try:
-            bring(database, manifest, sorted(names), Path(tempfile.gettempdir()))
+            bring(lent(database), manifest, sorted(names - has), Path(tempfile.gettempdir()))
         except OSError:
             database.close()
             # A snapshot may have replaced parts since they were listed.

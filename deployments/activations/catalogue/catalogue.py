@@ -20,7 +20,7 @@ from deployments.activations.catalogue.buckets import bucket_of, catalogue_of
 from deployments.activations.catalogue.database import LOCK, NAME, copied, in_memory, opened, read_only
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.queries import Queries
-from deployments.activations.catalogue.replaying import bring, catch_up, fill_new
+from deployments.activations.catalogue.replaying import bring, catch_up, fill_new, has_caught_up, lent
 from deployments.activations.catalogue.rows import forget, put, refresh
 from deployments.activations.facts import Note, StoreError, explain
 from deployments.activations.files.disk import locked
@@ -90,23 +90,27 @@ class Catalogue(Queries):
         refresh(catalogue._database, root)
         if not catalogue.select("SELECT 1 FROM applied") and (bucket := bucket_of(root)):  # its database is a copy
             manifest = Manifest(bucket, root=root)
-            bring(catalogue._database, manifest, sorted(manifest.names()), Path(tempfile.gettempdir()))
+            bring(lent(catalogue._database), manifest, sorted(manifest.names()), Path(tempfile.gettempdir()))
         return catalogue
 
     def catch_up(self) -> bool:
-        """Apply what is new in the bucket's manifest; whether anything was. OSError if the bucket refuses."""
-        manifest, root = self._manifest, self._root
+        """Apply what is new in the bucket's manifest; whether copies of records are yet to be `restored`.
+
+        Others use the catalogue meanwhile. OSError if the bucket refuses.
+        """
+        manifest, root, remade = self._manifest, self._root, self.remade
         if manifest is None or root is None:
             return False
-        names = manifest.names()
 
-        def caught_up(database: sqlite3.Connection) -> bool:
-            news = catch_up(database, manifest, names, root)
-            if news:
-                self._look(database)
-            return news
+        def change(work: Callable[[sqlite3.Connection], object]) -> None:
+            # One that was made again meanwhile lacks the pieces before: it begins anew.
+            self._guarded(lambda database: work(database) if self.remade == remade else None)
 
-        return self._guarded(caught_up)
+        catch_up(change, {name for (name,) in self.select("SELECT name FROM applied")}, manifest, root)
+        if self.remade != remade or self.change((), has_caught_up):
+            return False
+        self.look()
+        return True
 
     def close(self) -> None:
         """Release the database for another catalogue."""

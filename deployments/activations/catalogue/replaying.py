@@ -12,14 +12,15 @@ import os
 import sqlite3
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deployments.activations.catalogue import old_buckets
-from deployments.activations.catalogue.database import LAYOUT
+from deployments.activations.catalogue.database import LAYOUT, in_memory
 from deployments.activations.catalogue.manifest import Bases, Line, Manifest, is_snapshot
-from deployments.activations.catalogue.rows import SUM_AGAIN, add_runs, forget
+from deployments.activations.catalogue.rows import add_runs, forget
 from deployments.activations.facts import Entry, RunFacts, name_of
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import connected, transaction
@@ -27,7 +28,8 @@ from deployments.options import home
 
 _PLACE = ("bytes", "rows", "first_row", "offset")  # a run's keys in a line, besides its facts
 _UNRESTORED = "pins and owners"  # a row among the names of parts, until `restored`
-_RUN = "run_id, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, facts"
+_PIECE = 2000  # lines and runs that are applied at once; a segment's are one piece
+Change = Callable[[Callable[[sqlite3.Connection], object]], object]
 
 logger = logging.getLogger(__name__)
 
@@ -100,36 +102,15 @@ def _forget(database: sqlite3.Connection, bases: Bases, segments: Iterable[str])
     forget(database, [base + name for name in segments for base in {bases.bucket, bases.disk}])
 
 
-def merge_snapshot(database: sqlite3.Connection, snapshot: Path, name: str, bases: Bases) -> None:
-    """Bring what a snapshot says into a catalogue's database; sqlite3.Error if it is damaged."""
-    database.create_function("name_of", 1, name_of, deterministic=True)
-    database.execute("ATTACH ? AS snapshot", (str(snapshot),))
-    try:
-        with transaction(database):
-            for statement in _MERGE.split(";"):
-                database.execute(statement, {"bucket": bases.bucket})
-            database.execute(SUM_AGAIN)
-            _forget(database, bases, [name for (name,) in database.execute("SELECT segment FROM deleted").fetchall()])
-            database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (name,))
-    finally:
-        database.execute("DETACH snapshot")
-
-
-_MERGE = f"""
-INSERT INTO deleted SELECT segment, pending, at FROM snapshot.deleted WHERE true
-    ON CONFLICT DO UPDATE SET pending = min(pending, excluded.pending);
-INSERT INTO records SELECT kind, session, value, at FROM snapshot.records WHERE true
-    ON CONFLICT DO UPDATE SET value = excluded.value, at = excluded.at WHERE excluded.at > at;
-UPDATE files SET archived = 1 WHERE uri NOT LIKE :bucket || '%'
-    AND (name_of(uri), bytes) IN (SELECT uri, bytes FROM snapshot.files);
-INSERT OR IGNORE INTO files (session, uri, bytes, sealed, rows, modified_ns, points, archived)
-    SELECT session, :bucket || uri, bytes, 1, rows, 0, points, 1 FROM snapshot.files
-    WHERE uri NOT IN (SELECT name_of(uri) FROM main.files);
-INSERT OR IGNORE INTO runs (session, file, {_RUN})
-    SELECT runs.session, files.id, {", ".join(f"runs.{name}" for name in _RUN.split(", "))}
-    FROM snapshot.files AS theirs JOIN main.files AS files ON files.uri = :bucket || theirs.uri
-    JOIN snapshot.runs AS runs ON runs.file = theirs.id
-"""
+def snapshot_lines(snapshot: sqlite3.Connection) -> Iterator[Line]:
+    """What a snapshot says, as lines of a part; sqlite3.Error if it is damaged."""
+    gone = "SELECT json_group_array(segment), pending, at FROM deleted GROUP BY at, pending"
+    for segments, pending, at in snapshot.execute(gone):
+        yield {"deleted": None, "segments": json.loads(segments), "done": not pending, "at": at}
+    for kind, session_id, value, at in snapshot.execute("SELECT kind, session, value, at FROM records"):
+        yield {"record": kind, "session": session_id, "value": value and json.loads(value), "at": at}
+    for (uri,) in snapshot.execute("SELECT uri FROM files"):
+        yield from segment_lines(snapshot, [uri]).values()
 
 
 def write_snapshot(catalogue: Path, to: Path, bases: Bases) -> set[str]:
@@ -154,14 +135,14 @@ _KEEP_ARCHIVED = (
 )
 
 
-def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection[str], folder: Path) -> bool:
-    """Bring news of the manifest into a catalogue's database; whether copies of records are yet to be `restored`.
+def catch_up(change: Change, known: Set[str], manifest: Manifest, folder: Path) -> None:
+    """Bring news of the manifest into a catalogue that has applied `known`, as `bring`.
 
-    A bucket of an earlier version, which has none, is looked through instead, and gets one. `folder` is for snapshots.
+    A bucket of an earlier version, which has none, is looked through instead, and gets one.
     """
-    known = {name for (name,) in database.execute("SELECT name FROM applied")}
-    if {*names} - known or not names:
-        database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (_UNRESTORED,))
+    names = manifest.names().keys()
+    if names - known or not names:
+        change(lambda database: database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (_UNRESTORED,)))
     if not names:
         lines = list[Line](old_buckets.lines(manifest.place))
         if not kept_before(manifest.place).is_dir():  # which sessions were pinned is unknown: pin all
@@ -169,13 +150,11 @@ def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection
             lines += [record("pin", session_id, True) for session_id in sorted(found)]
             if found:
                 logger.warning("%s is pinned, %d sessions: which were is not known here", manifest.place, len(found))
-        replay(database, manifest.write(lines), lines, manifest.bases)
-        return True
-    bring(database, manifest, sorted({*names} - known), folder)
-    gone = [(name,) for name in known - {*names, _UNRESTORED}]
-    with transaction(database):
-        database.executemany("DELETE FROM applied WHERE name = ?", gone)
-    return database.execute("SELECT 1 FROM applied WHERE name = ?", (_UNRESTORED,)).fetchone() is not None
+        _apply(change, manifest.write(lines), lines, manifest.bases)
+        return
+    bring(change, manifest, sorted(names - known), folder)
+    gone = [(name,) for name in known - names - {_UNRESTORED}]
+    change(lambda database: database.executemany("DELETE FROM applied WHERE name = ?", gone))
 
 
 def has_caught_up(database: sqlite3.Connection) -> bool:
@@ -194,14 +173,46 @@ def kept_before(place: Place) -> Path:
     return home() / "stores" / place.id
 
 
-def bring(database: sqlite3.Connection, manifest: Manifest, names: Sequence[str], folder: Path) -> None:
-    """Apply these parts and snapshots to a catalogue's database; snapshots are unpacked in `folder`."""
+def bring(change: Change, manifest: Manifest, names: Sequence[str], folder: Path) -> None:
+    """Apply these parts and snapshots to a catalogue, whose database `change` gives for a piece of them at a time.
+
+    Nothing is fetched or parsed meanwhile. Snapshots are unpacked in `folder`.
+    """
     for name in filter(is_snapshot, names):
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as unpacked:
             manifest.fetch(name, path := Path(unpacked, "snapshot"))
-            merge_snapshot(database, path, name, manifest.bases)
+            with contextlib.closing(sqlite3.connect(path)) as snapshot:
+                _apply(change, name, snapshot_lines(snapshot), manifest.bases)
     for name, lines in manifest.read([name for name in names if not is_snapshot(name)]):
-        replay(database, name, lines, manifest.bases)
+        _apply(change, name, lines, manifest.bases)
+
+
+def lent(database: sqlite3.Connection) -> Change:
+    """The `Change` of a database that nobody else uses."""
+    return lambda work: work(database)
+
+
+def _apply(change: Change, name: str, lines: Iterable[Line], bases: Bases) -> None:
+    piece, size = list[Line](), 0
+    for line in lines:
+        piece.append(line)
+        size += 1 + len(line.get("runs", ()))
+        if size >= _PIECE:
+            change(partial(replay, part=None, lines=piece, bases=bases))
+            piece, size = [], 0
+    change(partial(replay, part=name, lines=piece, bases=bases))
+
+
+def begun(manifest: Manifest) -> sqlite3.Connection:
+    """A catalogue's database, in memory, as `fill_new` makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        fill_new(manifest, path := Path(folder, "snapshot"))
+        if not path.exists():
+            return in_memory()
+        made = connected(":memory:")
+        with contextlib.closing(connected(path)) as filled:
+            filled.backup(made)
+        return made
 
 
 def fill_new(manifest: Manifest, path: Path) -> None:

@@ -28,9 +28,8 @@ _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, ta
 _SUM = """INSERT INTO sums VALUES (?, ?, ?, ?, ?, random()) ON CONFLICT (session, model) DO UPDATE SET
     runs = runs + excluded.runs, tokens = tokens + excluded.tokens, bytes = bytes + excluded.bytes,
     mark = excluded.mark"""
-SUM_AGAIN = """INSERT OR REPLACE INTO sums SELECT session, model, count(*), sum(tokens), sum(bytes), random()
-    FROM runs GROUP BY session, model"""
-_SUM_ONE_AGAIN = SUM_AGAIN.replace("GROUP", "WHERE session = ? GROUP")
+_SUM_AGAIN = """INSERT OR REPLACE INTO sums SELECT session, model, count(*), sum(tokens), sum(bytes), random()
+    FROM runs WHERE session = ? GROUP BY model"""
 _KEPT = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
 
 # A file that changed less than this before it was looked at may change again without showing another time.
@@ -47,7 +46,7 @@ def add_runs(database: sqlite3.Connection, session_id: str, file: int, entries: 
     if added == len(entries):
         database.executemany(_SUM, _sums(session_id, entries))
     elif added:
-        database.execute(_SUM_ONE_AGAIN, (session_id,))
+        database.execute(_SUM_AGAIN, (session_id,))
     return added
 
 

@@ -18,6 +18,7 @@ from deployments.activations.segments.checksums import BATCH, described, of_batc
 from deployments.activations.segments.schema import batch_metadata, empty_batch, free_batch, point_types
 
 VERSION = "pyarrow"  # of a footer's metadata
+_CHUNK = 1 << 20
 
 Batches = Sequence[pa.RecordBatch]
 Sums = Sequence[Mapping[str, str]]  # of each batch, the checksums of its columns
@@ -184,43 +185,59 @@ class _Place(NamedTuple):
     written: int  # bytes, those of a run that is not finished included
 
 
-class _Rest:
-    """A sink for Arrow, over a file that has its first `length` bytes already: only what follows them is written."""
+class Compared:
+    """A sink for Arrow: it compares with the first `length` bytes of a file, and writes what follows to `rest`.
+
+    `same` is whether all bytes were alike; without `rest`, there may be no more.
+    """
 
     closed = False
 
-    def __init__(self, file: BinaryIO, length: int) -> None:
-        self._file, self._there, self.length = file, length, 0
+    def __init__(self, file: BinaryIO, length: int, rest: BinaryIO | None = None) -> None:
+        self.same, self.length = True, 0
+        self._file, self._there, self._rest = file, length, rest
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Any) -> None:
+        """Compare, or write, what comes next."""
         view = memoryview(data).cast("B")
-        self._file.write(view[max(0, self._there - self.length) :])
+        there = max(0, min(len(view), self._there - self.length))
+        for at in range(0, there, _CHUNK):
+            piece = view[at : min(at + _CHUNK, there)]
+            self.same = self._file.read(len(piece)) == piece and self.same
+        if self._rest:
+            self._rest.write(view[there:])
+        self.same = self.same and (self._rest is not None or there == len(view))
         self.length += len(view)
 
     def flush(self) -> None:
-        self._file.flush()
+        """Nothing is buffered."""
 
     def close(self) -> None:
-        """The file is closed by who opened it."""
+        """The files are closed by who opened them."""
 
 
-def new_file(sink: Any, schema: pa.Schema) -> Any:
+def new_file(sink: Any, schema: pa.Schema, version: str = pa.__version__) -> Any:
     """Arrow's writer of a file, whose footer says the version of Arrow: by the same, a file is written alike."""
-    version = pa.__version__
     return pa.ipc.new_file(sink, schema, metadata={VERSION: version, BATCH: of_batch(b"", {VERSION: version})})
 
 
 def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> None:
-    """Write a footer after `length` bytes; ArrowInvalid if another version of Arrow wrote the file."""
-    os.lseek(descriptor, length, os.SEEK_SET)
-    with open(descriptor, "wb", closefd=False) as file:
-        rest = _Rest(file, length)
-        writer = new_file(rest, schema)
-        for batch in batches_of(path):
-            writer.write_batch(batch.select(), custom_metadata=batch.metadata)
-        if rest.length != length:
-            raise pa.ArrowInvalid(f"{path} does not read back as it was written")
-        writer.close()
+    """Write a footer after `length` bytes; ArrowInvalid if this version of Arrow frames the batches otherwise.
+
+    Where it writes other bytes than there are, another version wrote them: then the footer names no version.
+    """
+    for version in (pa.__version__, "another"):
+        with open(descriptor, "wb", closefd=False) as file, path.open("rb") as there:
+            os.lseek(descriptor, length, os.SEEK_SET)
+            sink = Compared(there, length, file)
+            writer = new_file(sink, schema, version)
+            for batch in batches_of(path):
+                writer.write_batch(batch.select(), custom_metadata=batch.metadata)
+            if sink.length != length:
+                raise pa.ArrowInvalid(f"{path} does not read back as it was written")
+            if sink.same or version != pa.__version__:
+                writer.close()
+                return
 
 
 def _create(root: Path, session_id: str, name: str) -> int:

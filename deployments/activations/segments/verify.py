@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +18,7 @@ from deployments.activations.segments import checksums
 from deployments.activations.segments.batches import AnyFile, as_file, batches_of
 from deployments.activations.segments.checksums import BATCH, KEY, LAYOUT, RUN
 from deployments.activations.segments.schema import BatchFacts, batch_facts
-from deployments.activations.segments.segment_writer import VERSION
+from deployments.activations.segments.segment_writer import VERSION, Compared
 from deployments.activations.segments.segments import footer, is_sealed, whole_runs
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
@@ -48,7 +48,12 @@ class Verified:
 
 
 def verify(source: AnyFile) -> Verified:
-    """Read every byte and every batch of a file, and compare checksums; one that is elsewhere is fetched for that."""
+    """Read every byte and every batch of a file, and compare checksums; one that is elsewhere is fetched for that.
+
+    Checksums cover values, and metadata as it lies in the file: they are the same for every version of pyarrow. The
+    bytes between, which none covers, are compared where the footer names the pyarrow that runs; under another, damage
+    to these alone is not seen.
+    """
     found = Verified()
     try:
         with _on_disk(as_file(source)) as file:
@@ -101,30 +106,10 @@ def _schema_of(path: Path) -> bytes:
         return head + file.read(int.from_bytes(head[4:], "little"))
 
 
-class _Compared:
-    """A sink for Arrow that keeps nothing: it compares what is written with the bytes of a file."""
-
-    closed = False
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.same = True
-        self._file = file
-
-    def write(self, data: Any) -> None:
-        view = memoryview(data).cast("B")
-        for piece in (view[at : at + _CHUNK] for at in range(0, len(view), _CHUNK)):
-            self.same = self._file.read(len(piece)) == piece and self.same
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def _is_written_alike(path: Path) -> bool:
-    """Whether Arrow would write a sealed file with the same bytes, true if that cannot be said.
+    """Whether Arrow would write a sealed file with the same bytes; true if its footer names another version of Arrow.
 
-    That covers what no checksum does: padding, how batches are framed, and the footer. Another version of Arrow than
-    the footer names, or none, may write another file of the same rows.
+    That covers what no checksum does: padding, how batches are framed, and the footer.
     """
     given = footer(path).metadata or {}
     said = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in given.items()}
@@ -133,7 +118,7 @@ def _is_written_alike(path: Path) -> bool:
     if said and said[VERSION] != pa.__version__:
         return True
     with path.open("rb") as file:
-        sink, writer = _Compared(file), None
+        sink, writer = Compared(file, path.stat().st_size), None
         for batch in batches_of(path):
             writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=given or None)
             writer.write_batch(batch.select(), custom_metadata=batch.metadata)

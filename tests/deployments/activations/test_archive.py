@@ -21,6 +21,7 @@ from deployments.activations.archive import archive
 from deployments.activations.archive import claim as bucket_claim
 from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.archive.claim import InUseError
+from deployments.activations.catalogue import replaying
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import has_caught_up
@@ -146,6 +147,27 @@ def test_an_outage_keeps_no_run_from_being_stored_also_over_a_restart_and_all_co
     assert sorted(run.run_id for run in runs(bucket.uri("session"))) == ["after", "before"]
 
 
+def test_runs_are_stored_and_listed_while_a_catalogue_learns_what_the_bucket_has(bucket, head, make):
+    one = head()
+    one.archived(make("a"))
+    one.close()
+    for path in one.root.glob(f"{NAME}*"):
+        path.unlink()
+    shutil.rmtree(one.root / "session")
+    away = ["the bucket"]
+    bucket.server.fails = lambda method, path: bool(away)
+    again = head()
+    with bucket.server.holding("GET", ".jsonl") as held:
+        away.clear()
+        assert held.wait(10)
+        new = make("b")
+        again.writer.submit(new.facts, new.batches).result(10)
+        assert [run["run_id"] for run in again.catalogue.runs()] == ["b"]
+    until(lambda: [run["run_id"] for run in again.catalogue.runs()] == ["a", "b"])
+    again.archived(make("c"))
+    assert "503" not in again.archive.trouble  # that is over
+
+
 def test_a_new_directory_does_not_start_without_its_bucket(bucket, head):
     bucket.server.fails = lambda method, path: True
     with pytest.raises(OSError, match="503|SERVICE_UNAVAILABLE|SlowDown|Unable|HTTP"):
@@ -236,6 +258,22 @@ def test_what_is_beyond_the_cache_leaves_the_disk_once_it_is_archived_and_is_rea
     assert [run["run_id"] for run in again.catalogue.runs()] == ["r0", "r1", "r2", "r3"]
     for each in made:
         assert same(load(bucket.uri("session"), each.facts.run_id, verify=True), each)
+
+
+def test_a_cached_file_that_could_not_be_removed_goes_once_it_can(bucket, head, make, caplog):
+    one = head(cache_bytes=0)
+    with bucket.server.holding("PUT", ".jsonl") as held:
+        one.store(make("r"))
+        assert held.wait(10)
+        [path] = (one.root / "session").iterdir()
+        aside = path.rename(one.root / ".aside")
+        path.mkdir()
+    until(lambda: "is tried again" in caplog.text)
+    assert one.run("r")["points"][POINT]["uri"].startswith("file:")
+    path.rmdir()
+    aside.rename(path)
+    until(lambda: not path.exists())
+    assert one.run("r")["points"][POINT]["uri"].startswith("s3:")
 
 
 @pytest.fixture
@@ -562,6 +600,14 @@ def test_a_snapshot_takes_the_place_of_many_parts_also_where_a_crash_leaves_both
     assert Pins(snapshot.root).names() == {"session"}
     assert [run.run_id for run in runs(bucket.uri("session"))] == [one.facts.run_id for one in made]
     assert same(load(bucket.uri("session"), "r3", verify=True), made[3])
+    listed = snapshot.catalogue.sessions()
+    snapshot.close()
+    monkeypatch.setattr(replaying, "LAYOUT", 0)  # the snapshot is another version's
+    monkeypatch.setattr(replaying, "_PIECE", 1)
+    another = head("fourth head")
+    assert another.catalogue.sessions() == listed
+    assert Pins(another.root).names() == {"session"}
+    assert [run.run_id for run in runs(bucket.uri("session"))] == [one.facts.run_id for one in made]
 
 
 def test_who_has_listed_parts_that_a_snapshot_then_replaces_reads_the_snapshot(bucket, head, make, monkeypatch):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.directories import ElsewhereError
 from deployments.activations.catalogue.manifest import Bases
-from deployments.activations.catalogue.replaying import merge_snapshot, write_snapshot
+from deployments.activations.catalogue.replaying import replay, snapshot_lines, write_snapshot
 from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, names_a_session
 from deployments.activations.limits import Retention
@@ -541,7 +544,9 @@ def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path
         merged = Catalogue.rebuild(tmp_path / f"merged-{knows_node}")
         if knows_node:
             merged.add(Note(session_id, entries, file._replace(uri=uri)))
-        merged.change((), lambda database: merge_snapshot(database, tmp_path / "snapshot", "name", bases))
+        with closing(sqlite3.connect(tmp_path / "snapshot")) as snapshot:
+            lines = list(snapshot_lines(snapshot))
+        merged.change((), partial(replay, part="name", lines=lines, bases=bases))
         assert [run.uri for run in merged.entries("session")] == [
             uri if knows_node else "s3://bucket/prefix/session/a.arrow"
         ]

@@ -51,6 +51,16 @@ def test_a_file_is_sealed_behind_its_last_whole_run_or_removed_where_it_has_none
     assert pa.ipc.open_file(str(kept)).read_all()["run_id"].unique().to_pylist() == ["a", "b"]
 
 
+def test_a_file_that_another_arrow_framed_otherwise_is_sealed_and_no_damage(left_files, tmp_path):
+    kept, _ = left_files
+    data = bytearray(kept.read_bytes())
+    data[data.index(torch.tensor([100, 101, 102], dtype=torch.int32).numpy().tobytes()) + 12] = 1  # padding
+    kept.write_bytes(data)
+    recover(tmp_path)
+    assert verify(kept).state == "whole"
+    assert pa.ipc.open_file(str(kept)).read_all()["run_id"].unique().to_pylist() == ["a", "b"]
+
+
 def test_a_file_cut_at_any_byte_keeps_the_runs_before_it(left_files, tmp_path):
     kept, _ = left_files
     data, ends, end = kept.read_bytes(), [], 0
