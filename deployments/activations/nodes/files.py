@@ -94,15 +94,30 @@ class NodePlace(Place):
             raise
 
     def ask(self, uri: str, method: str, *args: int) -> Any:
-        """What the `SegmentReader` of a segment's node answers; raises as `answered`."""
+        """What the `SegmentReader` of a segment's node answers.
+
+        NodeAwayError if the node is away or does not answer in time, OSError if its disk refuses.
+        """
+        return self._ask(uri, method, *args, of=self._reader)
+
+    def _ask(
+        self, uri: str, method: str, *args: int, of: Callable[[str, str], Any], within_s: float = _ANSWER_S
+    ) -> Any:
         node = place_of_node(self._nodes, uri)
+        try:
+            actor = of(self._root, node.ray_id)
+            return getattr(actor, method).remote(name_of(uri), *args).future().result(timeout=within_s)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, OSError):
+                raise error.cause from error
+            raise OSError(f"node {node.name}: {error.cause}") from error
+        except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
+            raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
 
-        def asked() -> Any:
-            if node.ray_id not in self._readers:
-                self._readers[node.ray_id] = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
-            return getattr(self._readers[node.ray_id], method).remote(name_of(uri), *args)
-
-        return answered(node, asked, _ANSWER_S)
+    def _reader(self, root: str, node: str) -> Any:
+        if node not in self._readers:
+            self._readers[node] = ray.get_actor(_named(root, node), namespace=NAMESPACE)
+        return self._readers[node]
 
     def below(self, name: str) -> Place:
         """It: no directory of a node is listed by this."""
@@ -115,11 +130,11 @@ class NodePlace(Place):
 
     def upload(self, uri: str, size: int) -> None:
         """Upload a segment from its node; raises as `ask`."""
-        self._ask_writer(uri, lambda writer: writer.upload.remote(name_of(uri), size), _UPLOAD_S)
+        self._ask(uri, "upload", size, of=writer_on, within_s=_UPLOAD_S)
 
     def remove(self, uri: str) -> None:
         """Remove a segment from its node's disk; raises as `ask`."""
-        self._ask_writer(uri, lambda writer: writer.remove.remote(name_of(uri)), _ANSWER_S)
+        self._ask(uri, "remove", of=writer_on)
 
     def flush(self) -> bool:
         """Make the nodes that answer soon report their latest runs; whether there are any such nodes."""
@@ -130,10 +145,6 @@ class NodePlace(Place):
                 asked.append(writer_on(self._root, node.ray_id).flush.remote().future())
         wait(asked, timeout=_FLUSH_S)
         return bool(alive)
-
-    def _ask_writer(self, uri: str, call: Callable[[Any], Any], seconds: float) -> None:
-        node = place_of_node(self._nodes, uri)
-        answered(node, lambda: call(writer_on(self._root, node.ray_id)), seconds)
 
 
 class NodeFile(File):
@@ -186,18 +197,6 @@ def place_of_node(nodes: Nodes, uri: str) -> Node:
     if not nodes.is_alive(node):
         raise NodeAwayError(f"the run lies on node {node.name}, which is away: try again when it is back")
     return node
-
-
-def answered(node: Node, ask: Callable[[], Any], seconds: float) -> Any:
-    """What an actor of a node answers in time; NodeAwayError if it does not, OSError if its disk refuses."""
-    try:
-        return ask().future().result(timeout=seconds)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, OSError):
-            raise error.cause from error
-        raise OSError(f"node {node.name}: {error.cause}") from error
-    except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
-        raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
 
 
 def _named(root: str, node: str) -> str:
