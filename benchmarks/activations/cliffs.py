@@ -139,7 +139,7 @@ def known(root: Path, runs: int, files: int) -> None:
     catalogue.close()
     (root / ".bucket" / ".manifest").mkdir(parents=True)
     manifest = Manifest(place_of((root / ".bucket").as_uri()), root=root)
-    write_snapshot(root / NAME, root / ".copy", manifest.bases)
+    write_snapshot(root / NAME, root / ".copy")
     name = manifest.put_snapshot(root / ".copy")
     began = time.perf_counter()
     catalogue = Catalogue.rebuild(root / ".new", manifest)

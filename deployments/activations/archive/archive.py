@@ -26,8 +26,8 @@ from urllib.parse import unquote
 
 from deployments.activations.archive.cache import Cache
 from deployments.activations.archive.claim import BucketClaim, InUseError
-from deployments.activations.archive.deletions import Deletions
 from deployments.activations.archive.uploads import QUEUED, Pauses, Uploads
+from deployments.activations.catalogue.buckets import ARCHIVE, archived_to
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Line, Manifest, is_snapshot, remove_all, upload
@@ -47,13 +47,12 @@ from deployments.activations.files.places import File, Place, path_of
 from deployments.activations.files.sqlite import transaction
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
-from deployments.activations.state.state import Pins
+from deployments.activations.state.state import Pins, State
 
 LOOK_S = 1.0  # between two looks for segments to upload
 REMOVED = 1000  # objects that are removed between two looks
 MANY_PARTS = 256  # parts of the manifest, from which on they may become a snapshot
 MOST_PARTS = 1024  # of the manifest, at which they do in any case
-_OF = ".archive"  # which bucket a directory archives to; no session id begins with '.'
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,6 @@ class Archive:
             raise ValueError("archive names a bucket, and file: is none: such as s3://bucket/prefix?region=us-east-1")
         self.place, self._cache_bytes, self._root = place, cache_bytes, root
         self.manifest = Manifest(place, name, root)
-        self._bases = self.manifest.bases
         self._claim = BucketClaim(place, name)
         self._connected: int | None = None  # how often the catalogue was remade before it learned what the bucket has
         self._stopped: str | None = None  # why nothing is archived any more
@@ -94,7 +92,7 @@ class Archive:
         if not known:
             if (before := kept_before(place)).is_dir():  # what a server of an earlier version kept on this machine
                 shutil.copytree(before, root, ignore=shutil.ignore_patterns(".catalogue*"), dirs_exist_ok=True)
-            write(root, ".", _OF, f"{place.id} {place}".encode())
+            write(root, ".", ARCHIVE, f"{place.id} {place}".encode())
         self._claim.begin(self._lost)  # now: looking through a large directory takes longer than a claim holds
 
     # ---- what the store calls
@@ -105,9 +103,9 @@ class Archive:
         self.cache = Cache(self._root, self.manifest, catalogue, elsewhere, self._cache_bytes)
         self._pins = Pins(self._root)
         self._copies_of = Owners(self._root, read_only=True)  # apart: the writer's wait for no copying
-        self._deletions = Deletions(self._root)
-        if lines := self._deletions.waiting().values():  # perhaps they were killed before the files were gone
-            catalogue.change((), lambda database: replay(database, None, lines, self._bases))
+        self._state = State(self._root)
+        if lines := self._waiting().values():  # perhaps they were killed before the files were gone
+            catalogue.change((), lambda database: replay(database, None, lines, self.manifest))
             catalogue.look()
         if self._claim.is_held:
             try:
@@ -134,14 +132,16 @@ class Archive:
         name = name_of(file.uri)
         if self._catalogue.select("SELECT 1 FROM deleted WHERE segment = ?", name):
             return True
-        found = self._catalogue.select("SELECT bytes FROM files WHERE uri = ? AND archived", self._bases.bucket + name)
+        found = self._catalogue.select(
+            "SELECT bytes FROM files WHERE uri = ? AND archived", self.manifest.bucket + name
+        )
         if found and found[0][0] == file.bytes:
-            self.cache.move(self._bases.bucket + name, file.uri)
+            self.cache.move(self.manifest.bucket + name, file.uri)
         return bool(found)
 
     def is_archived(self, uri: str) -> bool:
         """Whether a segment, by its URI, is in the bucket; if not, it is looked for at once."""
-        names = [uri, self._bases.disk + name_of(uri), self._bases.bucket + name_of(uri)]
+        names = [uri, self.manifest.disk + name_of(uri), self.manifest.bucket + name_of(uri)]
         found = self._catalogue.select("SELECT 1 FROM files WHERE uri IN (?, ?, ?) AND archived", *names)
         if not found:
             self._wake.set()
@@ -162,9 +162,9 @@ class Archive:
             segments = {name_of(uri) for uri in (*uris, *(seen.uri for seen in scan_session(self._root, session_id)))}
             line = deletion(session_id, segments)
             if segments:
-                self._deletions.add(line)
+                self._state.write("INSERT INTO bucket_deletions (line) VALUES (?)", [(json.dumps(line),)])
             known = self._catalogue.drop(session_id)
-            self._catalogue.change((), lambda database: replay(database, None, [line], self._bases))
+            self._catalogue.change((), lambda database: replay(database, None, [line], self.manifest))
         self._wake.set()
         return known or bool(segments)
 
@@ -222,7 +222,7 @@ class Archive:
     def _upload(self, uri: str, size: int) -> None:
         if node_of(uri):
             self._elsewhere.upload(uri, size)
-        elif self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", self._bases.bucket + name_of(uri)):
+        elif self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", self.manifest.bucket + name_of(uri)):
             raise OSError(f"the bucket has another file named as {uri}: the next start takes it in under another name")
         else:
             upload_sealed(path_of(uri), size, self._object(name_of(uri)))
@@ -250,9 +250,9 @@ class Archive:
         pending = self._catalogue.select("SELECT segment FROM deleted WHERE pending LIMIT ?", REMOVED)
         begun = {name_of(uri) for uri in self._uploads.begun}  # whose objects may be yet to come
         pending = [(segment,) for (segment,) in pending if segment not in begun]
-        if waiting := self._deletions.waiting():  # looked for after `pending`: these are in the manifest afterwards
+        if waiting := self._waiting():  # looked for after `pending`: these are in the manifest afterwards
             self._write(waiting.values())
-            self._deletions.end(waiting)
+            self._state.write("DELETE FROM bucket_deletions WHERE id = ?", [(number,) for number in waiting])
         if pending:
             segments = defaultdict(list)
             for (segment,) in pending:
@@ -262,6 +262,10 @@ class Archive:
             self._write(deletion(session_id, gone, done=True) for session_id, gone in segments.items())
         if waiting or pending:
             self._wake.set()  # there may be more
+
+    def _waiting(self) -> dict[int, Line]:
+        """The lines of deletions that are yet to be written to the manifest, by their numbers in the state."""
+        return {id: json.loads(line) for id, line in self._state.rows("SELECT id, line FROM bucket_deletions")}
 
     def _knows(self, segment: str) -> bool:
         """Whether a segment, by its name, is in the catalogue, wherever it is."""
@@ -304,7 +308,7 @@ class Archive:
             return
         with tempfile.TemporaryDirectory(prefix=".new-", dir=self._root) as folder:
             made = Path(folder, "snapshot")
-            merged = write_snapshot(self._root / NAME, made, self._bases)
+            merged = write_snapshot(self._root / NAME, made)
             self._check()
             snapshot = self.manifest.put_snapshot(made)
 
@@ -324,14 +328,17 @@ class Archive:
         self._check()
         told = list(lines)
         part = self.manifest.write(told)
-        self._catalogue.change(session_ids, lambda database: replay(database, part, told, self._bases))
+        self._catalogue.change(session_ids, lambda database: replay(database, part, told, self.manifest))
 
     @property
     def trouble(self) -> str:
         """Why the bucket is not written, or not as fast as was waited for."""
-        is_read = self._connected is not None and self._connected == self._catalogue.remade
-        waits = "uploads take longer" if is_read else "the list of what it has is not read yet"
-        return self._stopped or self._pauses.why or waits
+        if said := self._stopped or self._pauses.why:
+            return said
+        if not self._claim.is_held:
+            return "the claim to it was not renewed"
+        is_read = self._connected is not None and self._is_connected
+        return "uploads take longer" if is_read else "the list of what it has is not read yet"
 
     @property
     def _is_connected(self) -> bool:
@@ -359,14 +366,13 @@ class Archive:
 
 def check_bucket(root: Path, place: Place | None) -> bool:
     """Whether a directory was archived to this bucket before; ValueError if it was to another one."""
-    try:
-        before, _, uri = (root / _OF).read_text().partition(" ")
-    except FileNotFoundError:
+    if (before := archived_to(root)) is None:
         return False
-    if place is None or before != place.id:
+    id, uri = before
+    if place is None or id != place.id:
         raise ValueError(
             f"{root} is archived to {uri}, and some of its runs may be there alone: set archive={uri} with its "
-            f"settings; to do without them, remove {root / _OF} and {root / NAME}"
+            f"settings; to do without them, remove {root / ARCHIVE} and {root / NAME}"
         )
     return True
 

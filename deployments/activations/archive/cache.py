@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ class Cache:
 
     def __init__(self, root: Path, manifest: Manifest, catalogue: Catalogue, elsewhere: Any, most: int) -> None:
         self._root, self._catalogue, self._elsewhere, self._most = root, catalogue, elsewhere, most
-        self._place, self._bucket = manifest.place, manifest.bases.bucket
+        self._place, self._bucket = manifest.place, manifest.bucket
         self._restoring: dict[str, threading.Lock] = {}  # by URI
         self.grown = True  # since the last `evict`, more segments of the disks are in the bucket
 
@@ -60,6 +59,8 @@ class Cache:
                     over[node] -= size
                 except OSError as error:
                     failed = error
+                    if node:  # it may take as long to refuse each
+                        over[node] = 0
         if failed:
             self.grown = True  # the next call tries again
             raise failed
@@ -104,8 +105,7 @@ class Cache:
         path.parent.mkdir(exist_ok=True)
         unfinished = self._root / f"{NEW}{path.name}-{threading.get_ident()}"
         try:
-            with file.fs.open_input_stream(file.path) as data, unfinished.open("wb") as out:
-                shutil.copyfileobj(data, out, 16 << 20)
+            file.fetch(unfinished)
             found = unfinished.stat()
             if found.st_size != file.size:
                 raise OSError(f"{file} came with {found.st_size} of {file.size} bytes")

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from deployments.activations.catalogue import old_buckets
 from deployments.activations.catalogue.database import in_memory
-from deployments.activations.catalogue.manifest import Bases, Manifest
+from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import begun, bring, lent, replay
 from deployments.activations.facts import name_of
 from deployments.activations.files.places import File, Place, place_of
@@ -21,15 +21,23 @@ ARCHIVE = ".archive"  # in a store's directory: the id and the URI of its bucket
 _read: dict[str, tuple[frozenset[str], sqlite3.Connection]] = {}  # by place, what was read of it last
 
 
+def archived_to(root: Path) -> tuple[str, str] | None:
+    """The id and the URI of the bucket that a directory is archived to; None where it has none."""
+    try:
+        id, _, uri = (root / ARCHIVE).read_text().strip().partition(" ")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return id, uri
+
+
 def bucket_of(root: Path) -> Place | None:
     """The bucket that a store's directory is archived to; None where it has none.
 
     OSError where the directory does not say with which settings the bucket is reached.
     """
-    try:
-        id, _, uri = (root / ARCHIVE).read_text().strip().partition(" ")
-    except (FileNotFoundError, NotADirectoryError):
+    if (said := archived_to(root)) is None:
         return None
+    id, uri = said
     if (place := place_of(uri)).id != id:
         raise OSError(
             f"some runs of {root} are in its bucket {place} alone, on a server that {root / ARCHIVE} does not name: "
@@ -63,7 +71,7 @@ def read_manifest(place: Place) -> sqlite3.Connection | None:
 def catalogue_of(place: Place) -> sqlite3.Connection:
     """The same, or of a bucket of an earlier version what its objects say."""
     if (database := read_manifest(place)) is None:
-        replay(database := in_memory(), None, old_buckets.lines(place), Bases(place.uri))
+        replay(database := in_memory(), None, old_buckets.lines(place), Manifest(place))
     return database
 
 

@@ -25,7 +25,7 @@ from deployments.activations.catalogue.rows import forget, put, refresh
 from deployments.activations.facts import Note, StoreError, explain
 from deployments.activations.files.disk import locked
 from deployments.activations.files.places import Place
-from deployments.activations.files.sqlite import transaction
+from deployments.activations.files.sqlite import code_of, transaction
 
 _T = TypeVar("_T")
 _NOTHING: Any = object()  # no answer
@@ -180,7 +180,7 @@ class Catalogue(Queries):
                 _check_fault(self._database, error)
                 if (root := self._root) is None:
                     raise
-                if _code(error) in _REFUSED:
+                if code_of(error) in _REFUSED:
                     logger.error("the catalogue of %s is not up to date until it can be written: %s", root, error)
                     self._again = time.monotonic() + _AGAIN_S
                     if otherwise is _NOTHING:
@@ -205,10 +205,10 @@ class Catalogue(Queries):
         assert self._root is not None
         self._again = time.monotonic() + _AGAIN_S
         try:
-            if refresh(database, self._root, self._manifest.bases if self._manifest else None):
+            if refresh(database, self._root, self._manifest):
                 self._again = math.inf
         except (OSError, sqlite3.Error) as error:
-            if isinstance(error, sqlite3.Error) and _code(error) not in _REFUSED:
+            if isinstance(error, sqlite3.Error) and code_of(error) not in _REFUSED:
                 raise
             logger.exception("%s cannot be looked through: the catalogue is as it was, or empty", self._root)
 
@@ -245,13 +245,9 @@ class SharedCatalogue(Queries):
                 raise explain(self._root, error) from error
 
 
-def _code(error: sqlite3.Error) -> int:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of an extended code is detail
-
-
 def _check_fault(database: sqlite3.Connection, error: sqlite3.Error) -> None:
     """Raise StoreError where not the database failed but the statement: then the plainest one works."""
-    if _code(error) in _FAULTS:
+    if code_of(error) in _FAULTS:
         return
     try:
         database.execute("SELECT 1 FROM files, runs LIMIT 1")

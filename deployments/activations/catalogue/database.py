@@ -21,7 +21,7 @@ LOCK = ".catalogue.lock"
 
 # `files.rows` counts the rows of the file's known runs, NULL where another file has some of them as well; a file
 # without `modified_ns` is read again at the next start. The indexes cover what filters and sums use, so that neither
-# reads the runs themselves. `sums` are totals by session and model, updated by `rows.add_runs` and a trigger; their
+# reads the runs themselves. `sums` are totals by session and model, kept by triggers; their
 # `mark` changes with each change. From a bucket's manifest come `archived`, which files are in it, `applied`, the parts
 # that were read, `deleted`, segments that are gone for good (their objects too unless `pending`), and `records`, copies
 # of pins and owners.
@@ -63,6 +63,12 @@ CREATE TABLE sums (
     session TEXT NOT NULL, model TEXT NOT NULL, runs INTEGER NOT NULL, tokens INTEGER NOT NULL, bytes INTEGER NOT NULL,
     mark INTEGER NOT NULL, PRIMARY KEY (session, model)
 ) WITHOUT ROWID;
+
+CREATE TRIGGER run_added AFTER INSERT ON runs BEGIN
+    INSERT INTO sums VALUES (NEW.session, NEW.model, 1, NEW.tokens, NEW.bytes, random())
+    ON CONFLICT (session, model) DO UPDATE SET runs = runs + 1, tokens = tokens + NEW.tokens,
+    bytes = bytes + NEW.bytes, mark = random();
+END;
 
 CREATE TRIGGER run_gone AFTER DELETE ON runs
 WHEN EXISTS (SELECT 1 FROM sums WHERE session = OLD.session AND model = OLD.model) BEGIN

@@ -6,7 +6,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import closing
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
@@ -28,8 +28,8 @@ class ElsewhereError(OSError):
 def find(folder: Path, session_id: str | None, runs: Collection[str]) -> list[tuple[Entry, File]]:
     """Those of the runs that the directory of a store or session lists; ElsewhereError where it cannot read one."""
     root, entries = _ask(folder, session_id, lambda catalogue, only: catalogue.entries(only, runs)) or (folder, [])
-    places = _Places(root)
-    found = {entry.uri: places.file(entry.uri, entry.archived) for entry in entries}
+    bucket = cache(partial(bucket_of, root))
+    found = {entry.uri: _file(root, bucket, entry.uri, entry.archived) for entry in entries}
     if away := Counter(entry.uri for entry in entries if found[entry.uri] is None):
         raise _elsewhere(root, away)
     return [(entry, file) for entry in entries if (file := found[entry.uri])]
@@ -40,37 +40,27 @@ def segments(
 ) -> tuple[dict[Name, File], ElsewhereError | None]:
     """The segments of the directory of a store or session except those named, and what to raise for the unreadable."""
     root, listed = _ask(folder, session_id, lambda catalogue, only: catalogue.segments(only)) or (folder, [])
-    places, found, away = _Places(root), dict[Name, File](), Counter[str]()
+    bucket, found, away = cache(partial(bucket_of, root)), dict[Name, File](), Counter[str]()
     for session, uri, archived, runs in listed:
         name = session, unquote(uri.rpartition("/")[2])
         if name in but:
             continue
-        if (file := places.file(uri, archived)) is None:
+        if (file := _file(root, bucket, uri, archived)) is None:
             away[uri] += runs
         elif file.local is None or file.exists():  # one that was deleted may be listed still
             found[name] = file
     return found, _elsewhere(root, away) if away else None
 
 
-class _Places:
-    """Decides where the segments of a store's directory are read from."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def file(self, uri: str, archived: bool) -> File | None:
-        """A segment by its URI in the catalogue: on the disk, else in the bucket; None where it is in neither."""
-        name = unquote(name_of(uri))
-        path = self._root / name
-        if path.is_file():
-            return DiskFile(path)
-        if archived and self._bucket:
-            return self._bucket.file(name)
-        return DiskFile(path) if uri.startswith("file:") else None
-
-    @cached_property
-    def _bucket(self) -> Place | None:
-        return bucket_of(self._root)
+def _file(root: Path, bucket: Callable[[], Place | None], uri: str, archived: bool) -> File | None:
+    """A segment by its URI in the catalogue: on the disk, else in the bucket; None where it is in neither."""
+    name = unquote(name_of(uri))
+    path = root / name
+    if path.is_file():
+        return DiskFile(path)
+    if archived and (place := bucket()):
+        return place.file(name)
+    return DiskFile(path) if uri.startswith("file:") else None
 
 
 def _ask(folder: Path, session_id: str | None, ask: Callable[[Catalogue, str | None], _T]) -> tuple[Path, _T] | None:

@@ -30,16 +30,8 @@ _PIECE = 4 << 20
 _PART_BYTES = 16 << 20  # that are sent or fetched at once
 
 
-class Bases:
-    """The prefixes of segments' URIs: `bucket` in the bucket, `disk` in the store's directory; '' for none."""
-
-    def __init__(self, bucket: str, disk: str = "") -> None:
-        self.bucket = bucket and f"{bucket}/"
-        self.disk = disk and f"{disk}/"
-
-
 class Manifest:
-    """The manifest of one bucket.
+    """The manifest of one bucket; `bucket` begins segments' URIs there, `disk` in the store's directory, if any.
 
     Args:
         place: The bucket.
@@ -49,7 +41,7 @@ class Manifest:
 
     def __init__(self, place: Place, writer: str = "reader", root: Path | None = None) -> None:
         self.place = place
-        self.bases = Bases(place.uri, root.as_uri() if root else "")
+        self.bucket, self.disk = f"{place.uri}/", f"{root.as_uri()}/" if root else ""
         self._folder = place.below(FOLDER)
         self._writer = writer
         self._last = 0

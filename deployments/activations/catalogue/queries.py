@@ -15,8 +15,9 @@ from deployments.errors import RequestError
 _SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(DISTINCT model),
     min(created), max(created) FROM runs INDEXED BY runs_by_session"""
 _ALL_SUMS = """SELECT session, sum(runs), sum(tokens), sum(bytes), json_group_array(model),
-    (SELECT min(created) FROM runs WHERE runs.session = sums.session),
-    (SELECT max(created) FROM runs WHERE runs.session = sums.session) FROM sums"""
+    (SELECT min(created) FROM runs AS own WHERE own.session = runs.session),
+    (SELECT max(created) FROM runs AS own WHERE own.session = runs.session) FROM sums AS runs"""
+_TOLD = ["run_id", "session_id", "model", "created", "prompt_tokens", "tokens", "sample_id", "tags", "finish_reason"]
 
 
 class Queries(ABC):
@@ -60,10 +61,11 @@ class Queries(ABC):
 
         Of all sessions' without an id; those without a run are left out.
         """
-        where, values = _held({"session = ?": session_id})
         counted = "iif(uri LIKE 'file:%', 0, (SELECT count(*) FROM runs WHERE file = files.id))"
         found = self.select(
-            f"SELECT session, uri, archived, {counted} FROM files WHERE {where} AND rows IS NOT 0", *values
+            f"SELECT session, uri, archived, {counted} FROM files WHERE session = coalesce(?, session) "
+            "AND rows IS NOT 0",
+            session_id,
         )
         return [(session, uri, bool(archived), runs) for session, uri, archived, runs in found]
 
@@ -97,14 +99,14 @@ class Queries(ABC):
 
     def entries(self, session_id: str | None, runs: Collection[str] | None = None) -> list[Entry]:
         """The runs of a session, or of all, or those of `runs` that there are, the oldest first."""
-        where, values = _chosen(session_id, runs)
+        where, values = _where(Filter(session_id, runs=None if runs is None else tuple(runs)))
         return entries_of(self.select(f"{ENTRIES} WHERE {where} ORDER BY runs.created, runs.run_id", *values))
 
     def places(
         self, session_id: str, runs: Collection[str] | None = None, most: int | None = None
     ) -> list[tuple[str, str, int, int]]:
         """Id, file URI, offset and bytes of the runs of `entries`, or of the `most` added first, ordered by id."""
-        where, values = _chosen(session_id, runs)
+        where, values = _where(Filter(session_id, runs=None if runs is None else tuple(runs)))
         found = f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
             WHERE {where} ORDER BY runs.rowid LIMIT ?"""
         return sorted(self.select(found, *values, -1 if most is None else most))
@@ -169,54 +171,27 @@ def _listed(values: Collection[str]) -> str:
     return json.dumps(list(values))
 
 
-def _chosen(session_id: str | None, runs: Collection[str] | None) -> tuple[str, list[str]]:
-    """What holds for a session's runs, or those of `runs` that it has, in SQL, and its values."""
-    return _held(
-        {
-            "runs.session = ?": session_id,
-            "runs.run_id IN (SELECT value FROM json_each(?))": None if runs is None else _listed(runs),
-        }
-    )
-
-
-def _held(conditions: dict[str, Any]) -> tuple[str, list[Any]]:
-    found = {condition: value for condition, value in conditions.items() if value is not None}
-    return " AND ".join(["1", *found]), list(found.values())
-
-
 def _where(filter: Filter) -> tuple[str, list[Any]]:
     """What holds for the runs of a filter, in SQL, and its values."""
-    where, values = _held(
-        {
-            "session = ?": filter.session,
-            "model = ?": filter.model,
-            "created >= ?": filter.since,
-            "created < ?": filter.until,
-            "sample_id = ?": filter.sample_id,
-            "session IN (SELECT value FROM json_each(?))": None if filter.among is None else _listed(filter.among),
-            "session NOT IN (SELECT value FROM json_each(?))": _listed(filter.without) if filter.without else None,
-            "run_id IN (SELECT value FROM json_each(?))": None if filter.runs is None else _listed(filter.runs),
-        }
-    )
+    conditions = {
+        "runs.session = ?": filter.session,
+        "model = ?": filter.model,
+        "created >= ?": filter.since,
+        "created < ?": filter.until,
+        "sample_id = ?": filter.sample_id,
+        "runs.session IN (SELECT value FROM json_each(?))": None if filter.among is None else _listed(filter.among),
+        "runs.session NOT IN (SELECT value FROM json_each(?))": _listed(filter.without) if filter.without else None,
+        "run_id IN (SELECT value FROM json_each(?))": None if filter.runs is None else _listed(filter.runs),
+    }
+    held = {condition: value for condition, value in conditions.items() if value is not None}
     tags = [f"\n{tag_line(name, value)}\n" for name, value in filter.tags]
-    return " AND ".join([where, *["instr(tags, ?)"] * len(tags)]), [*values, *tags]
+    return " AND ".join(["1", *held, *["instr(tags, ?)"] * len(tags)]), [*held.values(), *tags]
 
 
 def _run(entry: Entry, archives: bool) -> dict[str, Any]:
-    names = (
-        "run_id",
-        "session_id",
-        "model",
-        "created",
-        "prompt_tokens",
-        "tokens",
-        "sample_id",
-        "tags",
-        "finish_reason",
-    )
     points = entry.stored().points.items()
     return {
-        **{name: getattr(entry.facts, name) for name in names},
+        **{name: getattr(entry.facts, name) for name in _TOLD},
         "offset": entry.offset,
         **({"archived": entry.archived} if archives else {}),
         "points": {name: {**point._asdict(), "shape": list(point.shape)} for name, point in points},

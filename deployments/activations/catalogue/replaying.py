@@ -1,6 +1,7 @@
 """Applying a manifest's lines and snapshots to a catalogue's database, and making snapshots of one.
 
-Every function raises OSError on an error of the bucket or the disk. Each changes everything or nothing.
+Every function raises OSError on an error of the bucket or the disk. `replay` changes everything or nothing. `bring`
+and `catch_up` do so piece by piece; a part or snapshot that they did not finish is applied again as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from deployments.activations.catalogue import old_buckets
 from deployments.activations.catalogue.database import LAYOUT, in_memory
-from deployments.activations.catalogue.manifest import Bases, Line, Manifest, is_snapshot
+from deployments.activations.catalogue.manifest import Line, Manifest, is_snapshot
 from deployments.activations.catalogue.rows import add_runs, forget
 from deployments.activations.facts import Entry, RunFacts, name_of
 from deployments.activations.files.places import Place
@@ -57,16 +58,16 @@ def segment_lines(database: sqlite3.Connection, uris: Iterable[str]) -> dict[str
     return lines
 
 
-def replay(database: sqlite3.Connection, part: str | None, lines: Iterable[Line], bases: Bases) -> None:
+def replay(database: sqlite3.Connection, part: str | None, lines: Iterable[Line], manifest: Manifest) -> None:
     """Bring what lines say into a catalogue's database."""
     with transaction(database):
         for line in lines:
             if "segment" in line:
-                _add(database, line, bases)
+                _add(database, line, manifest)
             elif "deleted" in line:
                 rows = [(name, not line.get("done"), line["at"]) for name in line["segments"]]
                 database.executemany(_GONE, rows)
-                _forget(database, bases, line["segments"])
+                _forget(database, manifest, line["segments"])
             elif "record" in line:
                 value = None if line["value"] is None else json.dumps(line["value"])
                 database.execute(_KEEP, (line["record"], line["session"], value, line["at"]))
@@ -79,27 +80,27 @@ _KEEP = """INSERT INTO records VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET val
     WHERE excluded.at > at"""
 
 
-def _add(database: sqlite3.Connection, line: Line, bases: Bases) -> None:
+def _add(database: sqlite3.Connection, line: Line, manifest: Manifest) -> None:
     name = line["segment"]
     session_id, _, _ = name.partition("/")
     if database.execute("SELECT 1 FROM deleted WHERE segment = ?", (name,)).fetchone():
         return
     of_disk = """UPDATE files SET archived = 1 WHERE session = ? AND bytes = ?
         AND (uri = ? OR uri LIKE 'node://%' AND substr(uri, -length(?)) = ?)"""
-    if database.execute(of_disk, (session_id, line["bytes"], bases.disk + name, f"/{name}", f"/{name}")).rowcount:
+    if database.execute(of_disk, (session_id, line["bytes"], manifest.disk + name, f"/{name}", f"/{name}")).rowcount:
         return
     new = """INSERT OR IGNORE INTO files (session, uri, bytes, sealed, rows, modified_ns, points, archived)
         VALUES (?, ?, ?, 1, ?, 0, ?, 1)"""
-    values = (session_id, bases.bucket + name, line["bytes"], line["rows"], json.dumps(line["points"]))
+    values = (session_id, manifest.bucket + name, line["bytes"], line["rows"], json.dumps(line["points"]))
     if (added := database.execute(new, values)).rowcount:
         runs = [(RunFacts.of(run["facts"]), {name: run[name] for name in _PLACE}) for run in line["runs"]]
         entries = [Entry(facts, "", points={}, **place) for facts, place in runs]
         add_runs(database, session_id, added.lastrowid or 0, entries)
 
 
-def _forget(database: sqlite3.Connection, bases: Bases, segments: Iterable[str]) -> None:
+def _forget(database: sqlite3.Connection, manifest: Manifest, segments: Iterable[str]) -> None:
     """Forget files that were deleted, and the runs in them."""
-    forget(database, [base + name for name in segments for base in {bases.bucket, bases.disk}])
+    forget(database, [base + name for name in segments for base in {manifest.bucket, manifest.disk}])
 
 
 def snapshot_lines(snapshot: sqlite3.Connection) -> Iterator[Line]:
@@ -113,7 +114,7 @@ def snapshot_lines(snapshot: sqlite3.Connection) -> Iterator[Line]:
         yield from segment_lines(snapshot, [uri]).values()
 
 
-def write_snapshot(catalogue: Path, to: Path, bases: Bases) -> set[str]:
+def write_snapshot(catalogue: Path, to: Path) -> set[str]:
     """Copy a catalogue's entries of the bucket; returns the names of the parts that the copy replaces."""
     kept = sqlite3.connect(f"{catalogue.as_uri()}?mode=ro", uri=True)
     with contextlib.closing(kept), contextlib.closing(connected(to)) as made:
@@ -150,7 +151,7 @@ def catch_up(change: Change, known: Set[str], manifest: Manifest, folder: Path) 
             lines += [record("pin", session_id, True) for session_id in sorted(found)]
             if found:
                 logger.warning("%s is pinned, %d sessions: which were is not known here", manifest.place, len(found))
-        _apply(change, manifest.write(lines), lines, manifest.bases)
+        _apply(change, manifest.write(lines), lines, manifest)
         return
     bring(change, manifest, sorted(names - known), folder)
     gone = [(name,) for name in known - names - {_UNRESTORED}]
@@ -182,9 +183,9 @@ def bring(change: Change, manifest: Manifest, names: Sequence[str], folder: Path
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as unpacked:
             manifest.fetch(name, path := Path(unpacked, "snapshot"))
             with contextlib.closing(sqlite3.connect(path)) as snapshot:
-                _apply(change, name, snapshot_lines(snapshot), manifest.bases)
+                _apply(change, name, snapshot_lines(snapshot), manifest)
     for name, lines in manifest.read([name for name in names if not is_snapshot(name)]):
-        _apply(change, name, lines, manifest.bases)
+        _apply(change, name, lines, manifest)
 
 
 def lent(database: sqlite3.Connection) -> Change:
@@ -192,15 +193,15 @@ def lent(database: sqlite3.Connection) -> Change:
     return lambda work: work(database)
 
 
-def _apply(change: Change, name: str, lines: Iterable[Line], bases: Bases) -> None:
+def _apply(change: Change, name: str, lines: Iterable[Line], manifest: Manifest) -> None:
     piece, size = list[Line](), 0
     for line in lines:
         piece.append(line)
         size += 1 + len(line.get("runs", ()))
         if size >= _PIECE:
-            change(partial(replay, part=None, lines=piece, bases=bases))
+            change(partial(replay, part=None, lines=piece, manifest=manifest))
             piece, size = [], 0
-    change(partial(replay, part=name, lines=piece, bases=bases))
+    change(partial(replay, part=name, lines=piece, manifest=manifest))
 
 
 def begun(manifest: Manifest) -> sqlite3.Connection:
@@ -230,7 +231,7 @@ def fill_new(manifest: Manifest, path: Path) -> None:
             unpacked.unlink()
             return
         with transaction(database):
-            database.execute("UPDATE files SET uri = ? || uri", (manifest.bases.bucket,))
+            database.execute("UPDATE files SET uri = ? || uri", (manifest.bucket,))
             database.execute("UPDATE origin SET inode = ?", (os.stat(unpacked).st_ino,))
             database.executemany("INSERT INTO applied VALUES (?)", [(snapshots[-1],), (_UNRESTORED,)])
     unpacked.rename(path)

@@ -7,12 +7,12 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from deployments.activations.catalogue.manifest import Bases
+from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.facts import Entry, PointType, RunFacts, StoredFile, name_of
 from deployments.activations.files.disk import SessionFile, scan
 from deployments.activations.files.places import DamagedError
@@ -25,11 +25,6 @@ ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes
 # A run that another file holds already stays that file's.
 _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,
     offset, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
-_SUM = """INSERT INTO sums VALUES (?, ?, ?, ?, ?, random()) ON CONFLICT (session, model) DO UPDATE SET
-    runs = runs + excluded.runs, tokens = tokens + excluded.tokens, bytes = bytes + excluded.bytes,
-    mark = excluded.mark"""
-_SUM_AGAIN = """INSERT OR REPLACE INTO sums SELECT session, model, count(*), sum(tokens), sum(bytes), random()
-    FROM runs WHERE session = ? GROUP BY model"""
 _KEPT = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
 
 # A file that changed less than this before it was looked at may change again without showing another time.
@@ -39,15 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 def add_runs(database: sqlite3.Connection, session_id: str, file: int, entries: Sequence[Entry]) -> int:
-    """Add runs of a file, by its number, to the catalogue's tables, and to the sums; how many were not known."""
-    if not entries:
-        return 0
-    added = database.executemany(_ADD, [_row(session_id, file, entry) for entry in entries]).rowcount
-    if added == len(entries):
-        database.executemany(_SUM, _sums(session_id, entries))
-    elif added:
-        database.execute(_SUM_AGAIN, (session_id,))
-    return added
+    """Add runs of a file, by its number; how many were not known."""
+    rows = [_row(session_id, file, entry) for entry in entries]
+    return database.executemany(_ADD, rows).rowcount if rows else 0
 
 
 def _row(session_id: str, file: int, entry: Entry) -> tuple[Any, ...]:
@@ -59,14 +48,6 @@ def _row(session_id: str, file: int, entry: Entry) -> tuple[Any, ...]:
         *(session_id, facts.run_id, file, float(facts.created), str(facts.model), facts.sample_id, tags),
         *(int(facts.tokens), entry.bytes, entry.rows, entry.first_row, entry.offset, said),
     )
-
-
-def _sums(session_id: str, entries: Sequence[Entry]) -> Iterator[tuple[str, str, int, int, int]]:
-    """Of runs of a session how many there are, their tokens and bytes, by model."""
-    for model in dict.fromkeys(entry.facts.model for entry in entries):
-        own = [entry for entry in entries if entry.facts.model == model]
-        tokens, size = sum(int(entry.facts.tokens) for entry in own), sum(entry.bytes for entry in own)
-        yield session_id, str(model), len(own), tokens, size
 
 
 def tag_line(name: str, value: str) -> str:
@@ -86,10 +67,10 @@ def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
     return entries
 
 
-def refresh(database: sqlite3.Connection, root: Path, bases: Bases | None = None) -> bool:
+def refresh(database: sqlite3.Connection, root: Path, manifest: Manifest | None = None) -> bool:
     """Bring the database up to date with the files; false if some could not be read now.
 
-    A file that is gone and archived stays; with a bucket's `bases`, it is one of the bucket's from then on, and back
+    A file that is gone and archived stays; with a bucket's `manifest`, it is one of the bucket's from then on, and back
     where it is there again.
     """
     missed = list[str]()
@@ -100,12 +81,12 @@ def refresh(database: sqlite3.Connection, root: Path, bases: Bases | None = None
         if known.get(file.uri) == (file.bytes, file.modified_ns):
             del known[file.uri]
             continue
-        settled = _settle(database, file, bases) if bases else file
+        settled = _settle(database, file, manifest) if manifest else file
         if settled is not file:
             known.pop(file.uri, None)
         if settled:
             changed.append(settled)
-    there, bucket = {file.uri for file in changed}, bases.bucket if bases else ""
+    there, bucket = {file.uri for file in changed}, manifest.bucket if manifest else ""
     for uri in known.keys() - there:
         if move(database, uri, bucket + name_of(uri) if bucket else uri):
             del known[uri]
@@ -136,7 +117,7 @@ def move(database: sqlite3.Connection, uri: str, to: str, modified_ns: int = 0) 
     return True
 
 
-def _settle(database: sqlite3.Connection, file: SessionFile, bases: Bases) -> SessionFile | None:
+def _settle(database: sqlite3.Connection, file: SessionFile, manifest: Manifest) -> SessionFile | None:
     """A file on the disk as it is to be read; None where nothing is: the bucket has it, or its session was deleted.
 
     One whose name the bucket has, or had, for another file gets a new one: it was copied here, or changed.
@@ -148,14 +129,14 @@ def _settle(database: sqlite3.Connection, file: SessionFile, bases: Bases) -> Se
         path.unlink(missing_ok=True)
         return None
     archived = "SELECT uri, bytes FROM files WHERE uri IN (?, ?) AND archived"
-    found = database.execute(archived, (uri, bases.bucket + name)).fetchone()
+    found = database.execute(archived, (uri, manifest.bucket + name)).fetchone()
     if found and found[1] == file.bytes:
         move(database, found[0], uri, file.modified_ns)
         return None
     if not found and not deleted:
         return file
     if found:
-        move(database, found[0], bases.bucket + name)
+        move(database, found[0], manifest.bucket + name)
     other = path.rename(path.with_name(f"{path.stem}-{secrets.token_hex(4)}.arrow"))
     logger.warning("%s is now %s: the bucket has, or had, another file of that name", path, other.name)
     return file._replace(file=other)
@@ -163,14 +144,11 @@ def _settle(database: sqlite3.Connection, file: SessionFile, bases: Bases) -> Se
 
 def forget(database: sqlite3.Connection, uris: Iterable[str]) -> None:
     """Forget files and the runs in them: all or nothing."""
+    these = "uri IN (SELECT value FROM json_each(?))"
     with transaction(database):
-        database.execute("CREATE TEMP TABLE gone (id INTEGER PRIMARY KEY)")
-        found = "INSERT INTO gone SELECT id FROM files WHERE uri = ?"
-        database.executemany(found, [(uri,) for uri in uris])
-        sessions = "SELECT session FROM files WHERE id IN gone"
-        database.execute(f"DELETE FROM runs WHERE session IN ({sessions}) AND file IN gone")
-        database.execute("DELETE FROM files WHERE id IN gone")
-        database.execute("DROP TABLE gone")
+        listed = (json.dumps([*uris]),)
+        database.execute(f"DELETE FROM runs WHERE file IN (SELECT id FROM files WHERE {these})", listed)
+        database.execute(f"DELETE FROM files WHERE {these}", listed)
 
 
 def _read(database: sqlite3.Connection, seen: SessionFile, now: int) -> None:

@@ -16,6 +16,11 @@ def connected(path: Path | str) -> sqlite3.Connection:
     return database
 
 
+def code_of(error: sqlite3.Error) -> int:
+    """SQLite's code of an error, without the detail of extended codes; 0 where it has none."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
 @contextlib.contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
     """All that is done within, or nothing; within another, that one's."""

@@ -20,7 +20,7 @@ from threading import RLock
 from typing import Any
 
 from deployments.activations.facts import StoreError, check_session_id, explain
-from deployments.activations.files.sqlite import connected, transaction
+from deployments.activations.files.sqlite import code_of, connected, transaction
 from deployments.activations.limits import Retention
 from deployments.errors import RequestError
 
@@ -103,7 +103,7 @@ class State:
             try:
                 yield self._opened(to_write)
             except sqlite3.Error as error:
-                code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of an extended code is detail
+                code = code_of(error)
                 said = _DAMAGED if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) else str(error)
                 failed = OSError(_ERRNOS.get(code, errno.EIO), said, str(self._path))
                 raise explain(self._path.parent, failed) from error

@@ -23,10 +23,11 @@ from deployments.activations.actors.store import ActivationStore
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.directories import ElsewhereError
-from deployments.activations.catalogue.manifest import Bases
+from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import replay, snapshot_lines, write_snapshot
 from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, names_a_session
+from deployments.activations.files.places import Place
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.receiving import Home
 from deployments.activations.nodes.writer import NodeWriter
@@ -528,7 +529,7 @@ def test_who_reads_the_heads_directory_is_told_which_runs_lie_on_which_node(
 
 
 def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path, big):
-    made, bases = big("r"), Bases("s3://bucket/prefix", "file:///store")
+    made, manifest = big("r"), Manifest(Place(None, "", "s3://bucket/prefix"), root=Path("/store"))
     root = tmp_path / "kept"
     catalogue = Catalogue.rebuild(root)
     writer = SegmentWriter(tmp_path / "other", other := Catalogue.rebuild(tmp_path / "other"))
@@ -539,14 +540,14 @@ def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path
     uri = uri_of("key", "session/a.arrow")
     catalogue.add(Note(session_id, entries, file._replace(uri=uri)))
     catalogue.change((), lambda database: database.execute("UPDATE files SET archived = 1"))
-    write_snapshot(root / NAME, tmp_path / "snapshot", bases)
+    write_snapshot(root / NAME, tmp_path / "snapshot")
     for knows_node in (False, True):
         merged = Catalogue.rebuild(tmp_path / f"merged-{knows_node}")
         if knows_node:
             merged.add(Note(session_id, entries, file._replace(uri=uri)))
         with closing(sqlite3.connect(tmp_path / "snapshot")) as snapshot:
             lines = list(snapshot_lines(snapshot))
-        merged.change((), partial(replay, part="name", lines=lines, bases=bases))
+        merged.change((), partial(replay, part="name", lines=lines, manifest=manifest))
         assert [run.uri for run in merged.entries("session")] == [
             uri if knows_node else "s3://bucket/prefix/session/a.arrow"
         ]
