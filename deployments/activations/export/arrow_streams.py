@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -80,14 +81,15 @@ def as_arrow(files: Sequence[File], wanted: Wanted, left: set[str] | None = None
     return Parts(parts)
 
 
-class _Sink:
+class _Sink(io.RawIOBase):
     """A file object for Arrow that collects parts; values of points stay in the batch, at their `places` by address."""
-
-    closed = False
 
     def __init__(self, batch: Batch | None = None, places: Mapping[int, int] | None = None) -> None:
         self._parts = list[Part]()
         self._batch, self._places = batch, places or {}
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -101,12 +103,6 @@ class _Sink:
         """What was written since the last call."""
         parts, self._parts = self._parts, []
         return parts
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 def _outline(run: WholeRun, number: int) -> tuple[pa.RecordBatch, dict[str, str]]:

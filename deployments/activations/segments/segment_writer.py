@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -185,17 +186,19 @@ class _Place(NamedTuple):
     written: int  # bytes, those of a run that is not finished included
 
 
-class Compared:
+class Compared(io.RawIOBase):
     """A sink for Arrow: it compares with the first `length` bytes of a file, and writes what follows to `rest`.
 
     `same` is whether all bytes were alike; without `rest`, there may be no more.
     """
 
-    closed = False
-
     def __init__(self, file: BinaryIO, length: int, rest: BinaryIO | None = None) -> None:
         self.same, self.length = True, 0
         self._file, self._there, self._rest = file, length, rest
+
+    def writable(self) -> bool:
+        """That it is."""
+        return True
 
     def write(self, data: Any) -> None:
         """Compare, or write, what comes next."""
@@ -208,12 +211,6 @@ class Compared:
             self._rest.write(view[there:])
         self.same = self.same and (self._rest is not None or there == len(view))
         self.length += len(view)
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-    def close(self) -> None:
-        """The files are closed by who opened them."""
 
 
 def new_file(sink: Any, schema: pa.Schema, version: str = pa.__version__) -> Any:

@@ -62,13 +62,8 @@ class OpenRuns:
     """The runs that are being written, for one thread; after `lease_s` seconds without a chunk they are given up."""
 
     def __init__(self, root: Path, catalogue: Catalogue, pool: Pool, manager: SessionManager, lease_s: float) -> None:
-        self._root, self._catalogue, self._pool, self._manager, self._lease_s = (
-            root,
-            catalogue,
-            pool,
-            manager,
-            lease_s,
-        )
+        self._root, self._catalogue, self._pool = root, catalogue, pool
+        self._manager, self._lease_s = manager, lease_s
         self._open: OrderedDict[RunName, OpenRun] = OrderedDict()  # the longest without a chunk first
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
         self._finished: set[RunName] = set()  # not yet in the catalogue
@@ -91,10 +86,8 @@ class OpenRuns:
         try:
             self._manager.check_fence(name.session_id, chunk.fence)
             before = self._open[name].bytes if name in self._open else 0
-            size = 0
-            if self._manager.retention.has_quotas:
-                size = sum(batch.nbytes for batch in chunk.batches)
-                self._manager.make_room(name.session_id, size, chunk.most - before)
+            size = sum(batch.nbytes for batch in chunk.batches)
+            self._manager.make_room(name.session_id, size, chunk.most - before)
             self._written.add(name.session_id)
             if chunk.part == 0:
                 self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))
