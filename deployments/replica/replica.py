@@ -22,7 +22,7 @@ from ray.serve.context import _get_global_client  # the one way to learn where t
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
-from deployments.activations.nodes.cluster import connect_writer
+from deployments.activations.nodes.submitting import connect_writer
 from deployments.client_code.job import CodeJob
 from deployments.errors import RequestError
 from deployments.exposure import check_ray

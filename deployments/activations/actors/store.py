@@ -22,9 +22,10 @@ import ray
 
 from deployments.activations.facts import OPERATOR, Account, StoreError, explained
 from deployments.activations.limits import Retention
-from deployments.activations.nodes.cluster import actors, node_writers, open_returned, releases_nodes
+from deployments.activations.nodes.cluster import actors, node_writers, releases_nodes
 from deployments.activations.nodes.receiving import Home, RunReceiver, awaited
 from deployments.activations.nodes.reporting import Reply
+from deployments.activations.nodes.submitting import open_returned
 from deployments.activations.state.nodes import node_of, uri_of
 from deployments.clusters import NAMESPACE, ON_HEAD, detached
 

@@ -45,7 +45,8 @@ class Cache:
         """
         if not self.grown:
             return
-        self.grown, failed = False, None
+        self.grown = False
+        failed: OSError | None = None
         kept = """SELECT uri, bytes, coalesce(modified_ns, 0) FROM files WHERE archived AND uri NOT LIKE ? || '%'
             ORDER BY modified_ns, id"""
         files = self._catalogue.select(kept, self._bucket)

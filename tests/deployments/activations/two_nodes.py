@@ -28,7 +28,8 @@ from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import StoreError
 from deployments.activations.files.places import place_of
-from deployments.activations.nodes.cluster import connect_writer, node_writers
+from deployments.activations.nodes.cluster import node_writers
+from deployments.activations.nodes.submitting import connect_writer
 from deployments.errors import RequestError
 from tests.waiting import until
 
