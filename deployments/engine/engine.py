@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.engine import kv_memory
+from deployments.engine import device_memory
 from deployments.engine.capture.buffer import CaptureBuffer, CaptureError, joined
 from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.ring import CaptureRing, window_bytes
@@ -32,7 +32,7 @@ from deployments.engine.decoding.sampling import NO_TOKEN_LEFT, NOT_FINITE, chec
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
 from deployments.engine.gates import ThresholdCheck
-from deployments.engine.kv_memory import KvMemory, held_bytes
+from deployments.engine.kv_memory import KvMemory
 from deployments.engine.read_values import SequenceReadouts, with_columns
 from deployments.engine.recovery import Recovery
 from deployments.engine.request import (
@@ -289,7 +289,7 @@ class Engine:
         device = self.model.device
         for piece in pieces:
             memory = piece.sequence.memory
-            memory.before = memory.before or held_bytes(device)
+            memory.before = memory.before or device_memory.held_bytes(device)
         failed = out_of_memory = None
         try:
             self._advance(self._runner.run(pieces), events)
@@ -301,11 +301,11 @@ class Engine:
                 raise
             logger.exception("a forward of %d requests failed", len(pieces))
             failed = f"{type(error).__name__}: {error}"
-            out_of_memory = kv_memory.describe(device, error) if kv_memory.is_out_of_memory(error) else None
+            out_of_memory = device_memory.describe(device, error) if device_memory.is_out_of_memory(error) else None
         if failed:  # outside of the handler, whose error holds on to the forward's tensors
             for end in self._recovery.after(pieces, failed, out_of_memory):
                 self._finish(end.sequence, "error", events, end.message, end.code)
-        peak = kv_memory.peak_bytes(device)
+        peak = device_memory.peak_bytes(device)
         for piece in pieces:
             piece.sequence.memory.peak = max(piece.sequence.memory.peak, peak)
         self._send_rows(events)
@@ -455,7 +455,7 @@ class Engine:
         except Exception as failed:
             logger.exception("request %s failed on its readouts", seq.request.id)
             captured, reason, error = None, "error", f"{type(failed).__name__}: {failed}"
-        seq.memory.after = held_bytes(self.model.device)
+        seq.memory.after = device_memory.held_bytes(self.model.device)
         request = seq.request
         rest = Delta.of(seq.unsaid) if seq.unsaid else None
         seen = tuple(seq.prompt_lens)

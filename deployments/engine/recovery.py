@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deployments.engine import kv_memory
 from deployments.engine.capture.ring import CaptureRing
+from deployments.engine.device_memory import mib
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.scheduler import Piece, Scheduler
 from deployments.engine.sequence import Sequence as EngineSequence
@@ -86,7 +86,7 @@ class Recovery:
         return once_more
 
     def _exhausted(self, seq: EngineSequence, out_of_memory: str) -> Failure:
-        size = kv_memory.mib(self._memory.most_held(seq.need) * self._memory.position_bytes)
+        size = mib(self._memory.most_held(seq.need) * self._memory.position_bytes)
         message = (
             f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
             f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "

@@ -20,7 +20,7 @@ sys.path.insert(0, {tests!r})
 import torch
 import conftest
 from deployments.engine.engine import Engine
-from deployments.engine.kv_memory import held_bytes
+from deployments.engine.device_memory import held_bytes
 from deployments.model.model import Model
 from deployments.engine.request import Request
 

@@ -124,6 +124,16 @@ def test_beginnings_are_shared_beyond_the_window(windowed, prompt):
     assert engine.generate([turn])[0].cached == (len(first.prompt) + 19) // PAGE * PAGE
 
 
+def test_of_a_beginning_that_gives_way_the_end_goes_first(windowed, prompt):
+    engine = with_pages(windowed, 12, prefill_tokens=32)
+    first = Request("a", prompt(12 * PAGE), 1, ignore_eos=True)
+    want = engine.generate([first])[0].tokens
+    engine.generate([Request("b", prompt(12 * PAGE, 1), 1, ignore_eos=True)])  # some pages of the first are taken
+    again = engine.generate([first])[0]
+    assert again.tokens == want
+    assert 0 < again.cached < 11 * PAGE
+
+
 def test_memory_for_the_window_is_enough_for_the_whole_context(windowed, tiny, prompt):
     most = pages_for(WINDOW + 2 * PAGE - 2)
     whole = Request("a", prompt(CONTEXT - 10), 10, ignore_eos=True)
