@@ -41,11 +41,18 @@ class Cache:
     def evict(self) -> None:
         """Remove from each disk what is in the bucket, the oldest first, until no more than `most` bytes stay.
 
-        OSError if a disk or a node refuses; other files go all the same.
+        OSError if a disk or a node refuses; other files go all the same. The next call tries again after any error.
         """
         if not self.grown:
             return
         self.grown = False
+        try:
+            self._evict()
+        except Exception:
+            self.grown = True
+            raise
+
+    def _evict(self) -> None:
         failed: OSError | None = None
         kept = """SELECT uri, bytes, coalesce(modified_ns, 0) FROM files WHERE archived AND uri NOT LIKE ? || '%'
             ORDER BY modified_ns, id"""
@@ -63,7 +70,6 @@ class Cache:
                     if node:  # it may take as long to refuse each
                         over[node] = 0
         if failed:
-            self.grown = True  # the next call tries again
             raise failed
 
     def restore(self, uris: Iterable[str]) -> bool:

@@ -62,10 +62,9 @@ class Queries(ABC):
         Of all sessions' without an id; those without a run are left out.
         """
         counted = "iif(uri LIKE 'file:%', 0, (SELECT count(*) FROM runs WHERE file = files.id))"
+        where = "? IS NULL" if session_id is None else "session = ?"  # which an index serves
         found = self.select(
-            f"SELECT session, uri, archived, {counted} FROM files WHERE session = coalesce(?, session) "
-            "AND rows IS NOT 0",
-            session_id,
+            f"SELECT session, uri, archived, {counted} FROM files WHERE {where} AND rows IS NOT 0", session_id
         )
         return [(session, uri, bool(archived), runs) for session, uri, archived, runs in found]
 
