@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from deployments.points.readouts import MOST_READOUTS, ReadoutName
 from deployments.points.token_choices import parse
@@ -46,6 +46,10 @@ def scaled_field(intervention: dict[str, Any]) -> str | None:
 def _names_tokens(value: str) -> str:
     parse(value)
     return value
+
+
+# The context in which options of results are validated: earlier versions took some that are refused now.
+STORED = "stored"
 
 
 class Config(ServingConfig):
@@ -205,7 +209,7 @@ class Config(ServingConfig):
         return names
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def _check_together(self, info: ValidationInfo) -> Self:
         if bool(self.layers) != bool(self.sites):
             raise ValueError("--layers and --sites go together")
         if self.points and self.layers:
@@ -224,16 +228,18 @@ class Config(ServingConfig):
         swept = "{layer}" in str(self.interventions)
         if swept != ("layer" in self.sweep):
             raise ValueError("--sweep layer=... and {layer} in a point of --interventions go together")
+        if self.split != "test" and self.dataset != HUB_DATASET:
+            raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file has one split only")
+        if self.few_shot_file and not self.few_shot:
+            raise ValueError("--few-shot-file needs --few-shot, the number of examples to show")
+        if info.context == STORED:
+            return self
         if "scale" in self.sweep and not any(map(scaled_field, self.interventions)):
             raise ValueError(
                 "--sweep scale=...: no intervention of --interventions has a scale; add and scale have one"
             )
         if self.parallel % self.workers:
             raise ValueError(f"--parallel {self.parallel} is no multiple of --workers {self.workers}, which share it")
-        if self.split != "test" and self.dataset != HUB_DATASET:
-            raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file has one split only")
-        if self.few_shot_file and not self.few_shot:
-            raise ValueError("--few-shot-file needs --few-shot, the number of examples to show")
         return self
 
     def _says_what_to_record(self) -> bool:

@@ -53,7 +53,7 @@ async def _steps(config: Config) -> None:
             say(await _read_back(client, where, run))
         with _step("deleted") as say:
             await client.delete(where)
-            say("its files are gone")
+            say(await _gone(client, where))
     except BaseException:  # delete what was stored, then re-raise
         with suppress(RequestFailed):  # the reason is the one above
             await client.delete(where)
@@ -99,6 +99,16 @@ async def _completed(client: ChatClient, config: Config, session: str) -> dict[s
     if run["tokens"] != usage["total_tokens"]:
         raise EvalError(f"the run has {run['tokens']} tokens, the answer counts {usage['total_tokens']}")
     return run
+
+
+async def _gone(client: ChatClient, where: str) -> str:
+    try:
+        await client.read(where)
+    except RequestFailed as failure:
+        if failure.error.get("code") != "session_not_found":
+            raise
+        return "the server knows it no more"
+    raise EvalError("the session is still there")
 
 
 async def _listed(client: ChatClient, where: str, run: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ import ray
 from tqdm import tqdm
 
 from deployments.interrupts import terminate_as_interrupt
-from evals.config import Config, EvalError, Mode
+from evals.config import STORED, Config, EvalError, Mode
 from evals.gsm8k.checks import check
 from evals.gsm8k.options import in_ray_job
 from evals.gsm8k.progress import Progress
@@ -179,7 +179,7 @@ def check_same(config: Config) -> None:
     Raises:
         EvalError: what differs, or that there is no run.
     """
-    earlier = Config.model_validate(read_json(config.results_dir / "config.json")["config"])
+    earlier = Config.model_validate(read_json(config.results_dir / "config.json")["config"], context=STORED)
     options = (earlier.model_dump(mode="json"), config.model_dump(mode="json", exclude={"resume"}))
     if differing := changed(*options, MAY_DIFFER - {"rule", "rewards", "transfer_activations"}):
         raise EvalError(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.activations_meta import runs_of, why_not_stored
-from evals.config import CONTROL, Config, EvalError, Mode
+from evals.config import CONTROL, STORED, Config, EvalError, Mode
 from evals.report.page import write_report
 from evals.results.activation_stats import write_stats
 from evals.results.provenance import Facts
@@ -50,7 +50,7 @@ def conclude(directory: Path, incomplete: str | None, now: Config | None = None)
         EvalError: the directory holds no run.
     """
     summary = summarize(directory, incomplete)
-    config, recorded = Config.model_validate(summary["config"]), summary["activations"]
+    config, recorded = Config.model_validate(summary["config"], context=STORED), summary["activations"]
     if config.transfer_activations and recorded["runs"] and not incomplete:
         now = now or config
         try:
@@ -86,7 +86,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         EvalError: the directory holds no run, or one of an earlier version.
     """
     facts = read_json(directory / "config.json")
-    config = Config.model_validate(facts["config"])
+    config = Config.model_validate(facts["config"], context=STORED)
     conditions: Conditions = {
         (mode, variant): ConditionTally(config.rule) for mode in config.modes for variant in asked(config)
     }

@@ -16,7 +16,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from evals.activations_meta import points_of, runs_of, tokens_of, why_not_stored
-from evals.config import Config, EvalError, some
+from evals.config import STORED, Config, EvalError, some
 from evals.labels.spans import spans_of
 from evals.results.results import read_json, read_samples, scored_earlier
 from evals.results.transfer import files_of
@@ -60,7 +60,7 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
             version, or not all of them yet.
     """
     directory = Path(results_dir)
-    config = Config.model_validate(read_json(directory / "config.json")["config"])
+    config = Config.model_validate(read_json(directory / "config.json")["config"], context=STORED)
     if not config.collect_activations:
         raise EvalError(f"{directory} recorded no activations: run the evaluation with --collect-activations")
     counts = dict.fromkeys(("samples", "failed", "without_run", "earlier_turns"), 0)

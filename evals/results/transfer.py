@@ -19,7 +19,7 @@ from evals.server.client import ChatClient
 PIECE = ".piece"  # what is on its way
 PIECE_BYTES = 256 << 20  # of stored runs, about: the most that an interruption loses
 PIECE_RUNS = 250  # whose ids an address has room for
-PAGE = 1000  # runs that the server lists at once
+PAGE = 100  # runs that the server lists at once, each with all of its points: some MiB
 TIMEOUT_S = 330.0  # of one answer: a server may look through a large session first
 
 

@@ -221,7 +221,7 @@ class ChatClient:
             return _Failure("away", f"{type(error).__name__}: {error}")
         except TimeoutError:
             reason = f"no answer within {self._timeout:g} s"
-            if method == "GET" or await self._is_there():
+            if await self._is_there():
                 return _Failure("busy", reason, late=True)
             return _Failure("away", f"{reason}, and none to /models")
         except aiohttp.ClientError as error:

@@ -161,10 +161,13 @@ def wait(
             if model is None or (found and found.is_ready(model)):
                 return found
             last = f"{model or 'no model'} is {'not ' if model else ''}loaded" if found else last
-        except NotReady as error:
+        except EvalError as error:
+            if config.serve and not isinstance(error, NotReady):
+                raise  # a server is to start there; else a proxy may answer before the server does
             last = str(error)
         if time.monotonic() > end:
-            raise EvalError(f"{config.base_url} was not healthy within {limit_s:g} s: {last}{tail_of(config)}")
+            log = tail_of(config) if process else ""
+            raise EvalError(f"{config.base_url} was not healthy within {limit_s:g} s: {last}{log}")
         time.sleep(0.5)
 
 

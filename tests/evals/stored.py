@@ -100,14 +100,14 @@ class Store:
             return _error(self.status, "the store does not answer")
         found = self._catalogue.session(session, limit, after)
         if found is None:
-            return _error(404, f"there is no session {session!r}")
+            return _error(404, f"there is no session {session!r}", "session_not_found")
         last = found["runs"][-1]["run_id"] if found["runs"] else after
         behind = self._catalogue.session(session, 1, last)
         return JSONResponse(self.lists(found | {"has_more": bool(behind and behind["runs"])}))
 
     def _delete(self, session: str) -> Response:
         if not self._writer.delete(session).result():
-            return _error(404, f"there is no session {session!r}")
+            return _error(404, f"there is no session {session!r}", "session_not_found")
         return JSONResponse({"id": session, "deleted": True})
 
     def _chat(self, body: dict[str, Any]) -> Response:
@@ -131,7 +131,7 @@ class Store:
         choice = Choice(session, runs, points, asked.get("format", "arrow"))
         found = self._readings.find(choice)
         if found is None:
-            return _error(404, f"there is no session {session!r}")
+            return _error(404, f"there is no session {session!r}", "session_not_found")
         tag = found.tag
         if len(self.requests) in self.moves:
             found = found._replace(tag=f"moved-{len(self.requests)}")
@@ -158,6 +158,6 @@ def points(run: int, rows: int, *, layers: tuple[int, ...] = (0, 2, 4), width: i
     }
 
 
-def _error(status: int, message: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": "run", "code": None}
+def _error(status: int, message: str, code: str | None = None) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": "run", "code": code}
     return JSONResponse({"error": error}, status_code=status, headers={"Retry-After": "0"})

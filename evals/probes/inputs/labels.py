@@ -161,7 +161,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".csv":
         with path.open(encoding="utf-8", newline="") as file:
             return list(csv.DictReader(file))
-    if path.suffix == ".jsonl":
+    if path.suffix in (".jsonl", ".json"):
         return [row for _, row in json_lines(path)]
     raise ValueError("not a .csv, .parquet or .jsonl file")
 

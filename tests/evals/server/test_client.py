@@ -2,7 +2,9 @@ import asyncio
 import io
 import socket
 from collections.abc import Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -314,3 +316,19 @@ def test_waiting_ends_with_the_last_answer(server: FakeServer, tmp_path: Path) -
     server.healthy_after, server.models = 0, []
     with pytest.raises(EvalError, match="not healthy within 0 s: no model is loaded"):
         waited_for(server, tmp_path, 0)
+
+
+def test_a_proxy_that_answers_before_the_server_does_is_waited_out(tmp_path: Path) -> None:
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(502)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        config = Config(base_url=f"http://127.0.0.1:{proxy.server_port}/v1", session_id="s", results_dir=tmp_path)
+        with pytest.raises(EvalError, match=r"not healthy within 0 s: .*HTTP 502"):
+            wait(config, 0, "")
+        proxy.shutdown()
