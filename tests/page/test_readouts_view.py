@@ -109,8 +109,9 @@ def test_stopping_a_search_keeps_what_was_found_and_asks_for_no_more(opened, ins
             route.continue_()  # the values of the second run never come
 
     page.route("**/v1/completions", held)
-    page.get_by_role("button", name="Find the strongest tokens").click()
-    expect(page.get_by_text("Reading run 2 of 3")).to_be_visible(timeout=ANSWERED)
+    with page.expect_request(lambda request: len(asked) == 1 and "completions" in request.url, timeout=ANSWERED):
+        page.get_by_role("button", name="Find the strongest tokens").click()
+    expect(page.get_by_text("Reading run 2 of 3")).to_be_visible()
     found = page.get_by_role("table", name="The strongest tokens")
     expect(found).to_be_visible()
     with page.expect_event("requestfailed") as ended:
