@@ -15,8 +15,9 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 # Those without windows first: a page takes half as much processor time there.
 NAMES = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome")
 READY = "html[data-ready]"  # what each page of the project sets once it shows all
+TIMEOUT_MS = 60_000  # of every wait: the model may be busy, and the machine slow
 
-expect.set_options(timeout=30_000)
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 @contextmanager
@@ -43,3 +44,14 @@ def follow(page: Page, view: str, state: dict[str, Any]) -> None:
     """Go to a view's link in a page that is open already."""
     coded = base64.urlsafe_b64encode(json.dumps(state).encode()).decode().rstrip("=")
     page.evaluate("fragment => { location.hash = fragment; }", f"{view}={coded}")
+
+
+def painted(page: Page) -> None:
+    """Wait for the page's next frame: what it puts off to that, such as the last tokens of an answer, is there then."""
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+
+
+def link(page: Page) -> str:
+    """The fragment of the link to what the page shows."""
+    page.get_by_role("button", name="Copy link").click()
+    return str(page.evaluate("() => location.hash"))

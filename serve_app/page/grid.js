@@ -19,6 +19,7 @@ class LensGrid extends HTMLElement {
   #at = [0, 0]; // position and row where the keyboard is
   #chosen = null;
   #dragged = null;
+  #isOld = false; // whether what stands there is to be drawn anew
   #stem = newId("cell");
   #layout = perFrame(() => this.#place());
 
@@ -46,10 +47,9 @@ class LensGrid extends HTMLElement {
     this.refresh();
   }
 
-  /** Draws anew what is seen, after cells or colours have changed. */
+  /** Draws anew what is seen, after cells or colours have changed; until then the old cells take a press. */
   refresh() {
-    for (const column of this.#columns.values()) column.remove();
-    this.#columns.clear();
+    this.#isOld = true;
     this.#layout();
   }
 
@@ -65,10 +65,11 @@ class LensGrid extends HTMLElement {
     const first = Math.max(Math.floor(this.body.scrollLeft / WIDTH) - MARGIN, 0);
     const end = Math.min(Math.ceil((this.body.scrollLeft + this.body.clientWidth) / WIDTH) + MARGIN, texts.length);
     for (const [position, column] of this.#columns) {
-      if (position >= first && position < end) continue;
+      if (!this.#isOld && position >= first && position < end) continue;
       column.remove();
       this.#columns.delete(position);
     }
+    this.#isOld = false;
     for (let position = first; position < end; position++) {
       if (this.#columns.has(position)) continue;
       const column = this.#column(position);
@@ -171,7 +172,7 @@ class LensGrid extends HTMLElement {
       const target = last.type === "pointerup" ? this.#under(last) : null;
       const was = this.#dragged;
       this.#dragged = null;
-      if (!was && target?.cell === from.cell) this.choose(from.position, from.row);
+      if (!was && target?.position === from.position && target.row === from.row) this.choose(from.position, from.row);
       if (!was || !target || (target.position === from.position && target.row === from.row)) return;
       const layer = (row) => this.#of.layers[row];
       const to = { position: target.position, layer: layer(target.row ?? from.row) };

@@ -124,6 +124,7 @@ export function view(app) {
     const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: tokens.value };
     if (kind.value === "probe") {
       const [name, column] = probe.value.split("/");
+      if (!named(name)) await know(); // the list may be late
       if (!named(name)) throw new Error(`No probe of this model is chosen: ${HOW}.`);
       return [{ ...how, point: named(name).point, vector: await directionOf(named(name), Number(column), signal) }];
     }

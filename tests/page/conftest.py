@@ -31,7 +31,7 @@ def opened(chromium: Browser, served: Any) -> Iterator[Callable[..., Page]]:
     def opened(fragment: str = "", root: str = served.root, **context: Any) -> Page:
         contexts.append(chromium.new_context(**context))
         page = contexts[-1].new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(browsers.TIMEOUT_MS)
         page.on("pageerror", lambda error: failures.append(str(error)))
         page.on("console", lambda said: "Content Security Policy" in said.text and failures.append(said.text))
         browsers.show(page, f"{root}/{fragment}")
@@ -66,6 +66,7 @@ def accessible() -> Callable[[Page, str], None]:
     def check(page: Page, view: str) -> None:
         results = [Axe().run(page)]
         page.emulate_media(color_scheme="dark")
+        browsers.painted(page)
         results.append(Axe().run(page, options={"runOnly": ["color-contrast"]}))
         page.emulate_media(color_scheme="light")
         broken = [one for result in results for one in result.response["violations"]]

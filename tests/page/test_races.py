@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from playwright.sync_api import Page, Route, expect
 
-from tests.browsers import follow
+from tests.browsers import READY, follow, painted
 
 PROMPT = "Tom has 3 boxes"
 MODEL = "vitrine-demo"
@@ -25,6 +26,8 @@ def of_two_models(page: Page) -> list[Route]:
 
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": MODEL}, {"id": "another"}]}))
     page.route(STRUCTURE, structure)
+    page.reload()
+    page.wait_for_selector(READY)
     return held
 
 
@@ -39,23 +42,22 @@ def test_layers_are_those_of_the_model_that_was_chosen_last(opened):
     page = opened()
     held = of_two_models(page)
     with page.expect_request(STRUCTURE):
-        page.reload()
         page.get_by_role("link", name="Steer").click()
     page.locator("#model").select_option("another")
     layers = page.get_by_label("Where").locator("option")
     expect(layers).to_have_count(1 + 3)
-    with page.expect_response(STRUCTURE):
+    with page.expect_request_finished(lambda request: f"model={MODEL}" in request.url):
         held[0].continue_()
-    page.evaluate("() => new Promise(requestAnimationFrame)")
+    painted(page)
     expect(layers).to_have_count(1 + 3)
 
 
 def test_attention_is_read_from_the_model_it_was_asked_of(opened):
     page = opened()
     held = of_two_models(page)
-    page.reload()
     asked = requested(page, "/tokenize", "/completions")
-    page.get_by_role("link", name="Attention").click()
+    with page.expect_request(STRUCTURE):
+        page.get_by_role("link", name="Attention").click()
     page.get_by_label("Text").fill(PROMPT)
     page.get_by_role("button", name="Show the heads").click()
     page.locator("#model").select_option("another")
@@ -75,9 +77,9 @@ def test_a_view_that_was_left_before_it_was_ready_has_the_model_do_nothing(opene
         page.get_by_role("button", name="Attention").click()
     page.get_by_role("link", name="Chat").click()
     asked = requested(page, "/detokenize", "/completions")
-    with page.expect_response(STRUCTURE):
+    with page.expect_request_finished():
         held[0].continue_()
-    page.wait_for_load_state("networkidle")
+    page.evaluate("() => new Promise(requestIdleCallback)")
     assert not asked
 
 
@@ -90,3 +92,21 @@ def test_of_two_links_to_a_view_that_is_late_the_second_counts(opened):
     follow(page, "lens", {"text": "The second"})
     held[0].continue_()
     expect(page.get_by_label("Text")).to_have_value("The second")
+
+
+def test_a_press_on_a_cell_counts_though_its_column_comes_meanwhile(opened):
+    page = opened("#lens")
+    held: list[Route] = []
+    page.route("**/v1/completions", lambda route: held.append(route))
+    page.get_by_label("Text").fill(PROMPT)
+    page.get_by_text("Answer and sampling").click()
+    page.get_by_label("Most new tokens").fill("0")
+    with page.expect_request("**/v1/completions"):
+        page.get_by_role("button", name="Read the layers").click()
+    cell = page.get_by_role("gridcell").last
+    cell.hover()
+    page.mouse.down()
+    held[0].continue_()
+    expect(cell).to_have_attribute("aria-label", re.compile("%$"))
+    page.mouse.up()
+    expect(page.get_by_role("button", name="Patch it there")).to_be_visible()

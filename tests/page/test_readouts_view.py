@@ -11,12 +11,13 @@ import torch
 from playwright.sync_api import Page, Route, expect
 from safetensors.torch import load
 
+from tests.browsers import link, painted
+
 MODEL, WIDTH, POINT = "vitrine-demo", 192, "layers.3.output"
 FEATURES = 64
 SESSION = "page-readouts"
 DESCRIPTION = "Random weights, for tests. " * 30 + "The end."
 TEXTS = ("Tom has 3 boxes of 4 pens.", "Ann reads a book about the sea.", "Sam has 9 pens.")
-ANSWERED = 60_000  # milliseconds: the model may be busy with another test
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
     page.get_by_label("Session").fill(SESSION)
     page.get_by_label("First runs to read").fill("2")
     page.get_by_role("button", name="Find the strongest tokens").click()
-    expect(page.get_by_text("of the first 2 runs; there are more runs")).to_be_visible(timeout=ANSWERED)
+    expect(page.get_by_text("of the first 2 runs; there are more runs")).to_be_visible()
     page.get_by_label("First runs to read").fill("3")
     page.get_by_role("button", name="Find the strongest tokens").press("Enter")
     expect(page.get_by_text(re.compile(f"Read {len(installed)} tokens of the first 3 runs"))).to_be_visible()
@@ -69,8 +70,7 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
     assert found.locator("mark").first.evaluate("one => one.style.backgroundColor")
     accessible(page, "readouts")
 
-    page.get_by_role("button", name="Copy link").click()
-    other = opened(page.url[page.url.index("#") :])
+    other = opened(link(page))
     expect(other.get_by_label("Feature", exact=True)).to_have_value(str(feature))
     expect(other.get_by_label("Session")).to_have_value(SESSION)
     assert other.get_by_role("table").count() == 1  # the link has the model read nothing
@@ -80,8 +80,7 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
     page.get_by_label("Colour by").select_option("readout")
     page.get_by_label("Readout", exact=True).select_option("page-probe/0")
     expect(page.locator("main .legend")).to_contain_text("page-probe: sum")
-    page.get_by_role("button", name="Copy link").click()
-    other = opened(page.url[page.url.index("#") :])
+    other = opened(link(page))
     expect(other.locator("main .legend")).to_contain_text("page-probe: sum")
     for readout, computed in (("page-probe/1", 0), ("page-sae", 1)):  # the first is stored with the run
         page.get_by_label("Colour by").select_option("readout")
@@ -89,8 +88,7 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
         expect(page.locator("main .legend")).to_contain_text(readout.partition("/")[0])
         expect(page.get_by_text("Computed now, with interventions left out")).to_have_count(computed)
         assert tokens.first.evaluate("one => one.style.backgroundColor")
-        page.get_by_role("button", name="Copy link").click()
-        other = opened(page.url[page.url.index("#") :])
+        other = opened(link(page))
         if computed:  # no link has the model work
             other.locator("p", has_text="This colour is not stored").get_by_role("button").click()
         expect(other.locator("main .legend")).to_contain_text(readout.partition("/")[0])
@@ -109,7 +107,7 @@ def test_stopping_a_search_keeps_what_was_found_and_asks_for_no_more(opened, ins
             route.continue_()  # the values of the second run never come
 
     page.route("**/v1/completions", held)
-    with page.expect_request(lambda request: len(asked) == 1 and "completions" in request.url, timeout=ANSWERED):
+    with page.expect_request(lambda request: len(asked) == 1 and "completions" in request.url):
         page.get_by_role("button", name="Find the strongest tokens").click()
     expect(page.get_by_text("Reading run 2 of 3")).to_be_visible()
     found = page.get_by_role("table", name="The strongest tokens")
@@ -153,10 +151,11 @@ def test_a_chat_is_coloured_by_a_readout_as_its_values_come_and_afterwards(opene
     page.get_by_label("Readout", exact=True).select_option("page-probe/0")
     page.get_by_label("Message", exact=True).fill(TEXTS[0])
     page.keyboard.press("Enter")
-    expect(page.locator(".under")).to_be_visible(timeout=ANSWERED)
+    expect(page.locator(".under")).to_be_visible()
     expect(page.locator("main .legend")).to_contain_text("page-probe: sum (probability)")
     (asked,) = requests  # the values came with the answer
     assert json.loads(asked)["readouts"] == ["page-probe"]
+    painted(page)
     assert ground(page, 0)
     assert ground(page, 0) != ground(page, 1)
     body = json.loads(asked) | {"stream": False}
@@ -170,10 +169,11 @@ def test_a_chat_is_coloured_by_a_readout_as_its_values_come_and_afterwards(opene
     page.get_by_label("Readout", exact=True).select_option("page-sae")
     page.get_by_label("Feature", exact=True).fill("5")
     page.get_by_label("Feature", exact=True).press("Enter")
-    expect(page.locator("main .legend")).to_contain_text("feature 5 of page-sae (activation)", timeout=ANSWERED)
+    expect(page.locator("main .legend")).to_contain_text("feature 5 of page-sae (activation)")
     computed = [json.loads(one) for one in requests[1:]]
     assert computed
     assert all(one["max_tokens"] == 0 and one["readouts"][0]["name"] == "page-sae" for one in computed)
+    page.mouse.move(0, 0)  # details are those of when the mouse comes to a token
     options(page).first.hover()
     expect(about).to_contain_text("feature 5 of page-sae")
 
@@ -191,11 +191,12 @@ def test_a_feature_of_an_autoencoder_steers_and_the_report_says_by_how_much(open
     page.get_by_label("Most new tokens").fill("8")
     page.get_by_role("button", name="Answer with and without").click()
     told = page.get_by_text(re.compile(rf"Changed [78] rows at {POINT} by \d+% of their length"))
-    expect(told).to_be_visible(timeout=ANSWERED)
+    expect(told).to_be_visible()
     assert answered(page, "Default") != answered(page, "Steered")
 
 
 def answered(page: Page, name: str) -> list[str]:
+    painted(page)
     strip = page.get_by_role("listbox", name=f"{name}: tokens of the answer")
     return strip.get_by_role("option").all_text_contents()
 
@@ -204,12 +205,14 @@ def test_a_probe_steers_in_the_direction_in_which_its_value_grows(opened, served
     page = opened("#readouts")
     page.get_by_role("button", name="page-probe").click()
     page.get_by_label("Value", exact=True).select_option("1")
+    page.route("**/v1/readouts?*", lambda _: None)  # the list of probes is late
     page.get_by_role("button", name="Steer with the probe").click()
     expect(page.get_by_label("Probe")).to_have_value("page-probe/1")
     page.get_by_label("Prompt").fill("Tom has 3 boxes")
     page.get_by_label("Strength").fill("2")
     page.get_by_text("Answer and sampling").click()
     page.get_by_label("Most new tokens").fill("8")
+    page.unroute("**/v1/readouts?*")
     held: list[Route] = []
     page.route("**/v1/completions", lambda route: held.append(route))
     with page.expect_request(lambda request: "interventions" in (request.post_data or "")) as asked:
@@ -218,7 +221,7 @@ def test_a_probe_steers_in_the_direction_in_which_its_value_grows(opened, served
     for route in held:
         route.continue_()
     told = page.get_by_text(re.compile(f"Added a vector of length .* at {POINT}"))
-    expect(told).to_be_visible(timeout=ANSWERED)
+    expect(told).to_be_visible()
     length, rows = re.findall(r"length ([\d.]+) at .* rows are ([\d.]+) long", told.text_content())[0]
     assert float(length) == pytest.approx(2 * float(rows), rel=0.01)
     (change,) = asked.value.post_data_json["interventions"]
@@ -240,7 +243,7 @@ def test_both_answers_of_steering_are_coloured_by_a_readout_of_each(opened, serv
     colours = page.get_by_role("group", name="Colours")
     colours.get_by_label("Readout").select_option("page-probe/0")
     page.get_by_role("button", name="Answer with and without").click()
-    expect(page.get_by_text(re.compile("Added a vector of length"))).to_be_visible(timeout=ANSWERED)
+    expect(page.get_by_text(re.compile("Added a vector of length"))).to_be_visible()
     expect(colours.locator(".legend")).to_contain_text("page-probe: sum (probability)")
     answers = [one for one in requests if one["max_tokens"]]  # whose values came with them
     assert [one["readouts"] for one in answers] == [["page-probe"], ["page-probe"]]
@@ -256,7 +259,7 @@ def test_both_answers_of_steering_are_coloured_by_a_readout_of_each(opened, serv
 
     requests.clear()
     colours.get_by_label("Readout").select_option("page-sae")
-    expect(colours.locator(".legend")).to_contain_text("feature 0 of page-sae", timeout=ANSWERED)
+    expect(colours.locator(".legend")).to_contain_text("feature 0 of page-sae")
     expect(page.get_by_text("Reading the values")).to_be_hidden()
     expect(page.locator("request-code strong", has_text="The colour of")).to_have_count(2)
     (again,) = (one for one in requests if "interventions" in one)  # the steered answer once more, with its change

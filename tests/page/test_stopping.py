@@ -15,7 +15,7 @@ import pytest
 import torch
 from playwright.sync_api import Page, Route, expect
 
-from tests.browsers import follow
+from tests.browsers import follow, painted
 
 PROMPT = "Tom has 3 boxes"
 WITHIN_S = 20.0  # seconds, of answers without an end: a busy machine takes some
@@ -101,16 +101,19 @@ def test_stop_frees_the_slots_of_a_view(opened, install, statistics, eventually,
     page.route(re.compile("/v1/(chat/)?completions"), without_end)
     begin(page, view)
     running(SLOTS[view], 60)
-    token = page.locator("token-strip [role=option]").first
-    if view in ("chat", "patch", "steer"):
-        expect(token).to_be_visible()
+    strips = page.locator("token-strip").all()
+    assert bool(strips) == (view in ("chat", "patch", "steer"))
+    tokens = [strip.get_by_role("option").first for strip in strips]
+    for token in tokens:  # a readout's value comes after its token
+        expect(token).to_have_attribute("style", re.compile("background"))
     stop = page.locator(".patched" if view == "patch" else "main").get_by_role("button", name="Stop")
     stop.click()
     running(0, WITHIN_S)
     expect(stop).to_be_hidden()
     assert page.locator(".error").count() == 0
-    if view in ("chat", "patch", "steer"):  # what came stays coloured, with the legend of its colours
+    for token in tokens:  # what came stays coloured, with the legend of its colours
         expect(token).to_have_attribute("style", re.compile("background"))
+    if tokens:
         expect(legend).to_contain_text("probability" if view == "patch" else f"stop-{view}")
 
 
@@ -179,7 +182,7 @@ def test_a_layer_that_is_chosen_while_another_is_read_can_be_stopped(opened):
         with page.expect_request("**/v1/completions"):
             page.get_by_label("Layer").select_option(layer)
     stop = page.get_by_role("button", name="Stop")
-    page.evaluate("() => new Promise(requestAnimationFrame)")
+    painted(page)
     expect(stop).to_be_visible()
     stop.click()
     expect(stop).to_be_hidden()
@@ -195,7 +198,7 @@ def test_a_page_that_nobody_uses_asks_the_server_nothing(opened):
     expect(page.locator(".under")).to_be_visible()
     for name in ("Lens", "Steer", "Attention", "Stored runs", "Readouts"):
         page.get_by_role("link", name=name).click()
-        page.wait_for_load_state("networkidle")
+        expect(page.get_by_role("region", name=name, exact=True)).to_be_visible()
     expect(page.locator("main")).to_contain_text(re.compile("No readout is installed|Description"))
     asked: list[str] = []
     page.on("request", lambda request: "/page/" in request.url or asked.append(request.url))

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from deployments.options import NO_MODEL
-from tests.browsers import follow
+from tests.browsers import follow, link, painted
 
 HOSTILE = "<script>document.title = 'ran'</script><img src=x onerror=\"document.title='ran'\">\u202egnp.\u2066 \u200b"
 KEY = "sk-page-4fJc0Vb1xT9q"
@@ -26,8 +26,7 @@ def say(page: Page, text: str) -> None:
 
 def pinned(page: Page) -> list[int]:
     """Which tokens the link to what a page shows has pinned."""
-    page.get_by_role("button", name="Copy link").click()
-    coded = page.url.partition("=")[2]
+    coded = link(page).partition("=")[2]
     return json.loads(base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))).get("pinned", [])
 
 
@@ -58,6 +57,7 @@ def test_hostile_text_stays_text(obedient):
     page.get_by_label("Most new tokens").fill("600")
     say(page, HOSTILE)
     expect(page.locator(".under")).to_contain_text("tokens, up to")
+    painted(page)
     said = "".join(page.get_by_role("listbox").get_by_role("option").all_text_contents())
     assert "<script>" in said
     assert "onerror" in said
@@ -95,7 +95,7 @@ def test_hostile_text_stays_text_in_every_view(opened, served):
         page.get_by_role("link", name=view).click()
         page.get_by_label(label, exact=True).fill(HOSTILE)
         page.get_by_role("button", name=press).click()
-        expect(page.locator(f"main {shown}").first).to_be_visible(timeout=60_000)
+        expect(page.locator(f"main {shown}").first).to_be_visible()
         is_harmless(as_text=view == "Attention")  # elsewhere tokens of their own have its parts
     page.get_by_role("link", name="Stored runs").click()
     page.get_by_role("button", name=session).click()
@@ -195,7 +195,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(another_app, opened, tmp_path):
         assert page.evaluate("() => JSON.stringify([sessionStorage, localStorage, document.cookie])").count(KEY) == 1
         assert KEY not in page.url
         page.get_by_text("The requests as Python and curl").click()
-        assert "VITRINE_API_KEY" in page.locator("request-code").text_content()
+        expect(page.locator("request-code")).to_contain_text("VITRINE_API_KEY")
         assert KEY not in page.content()
         page.reload()
         expect(page.get_by_text("No model is loaded")).to_be_visible()
