@@ -162,7 +162,7 @@ def test_an_answer_that_is_late_is_asked_for_once_and_wrong_until_it_is_given_lo
     server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problems = write_problems("[wait]", "[wait]")
-    code, summary, results = evaluate(server, problems, "--mode", "no-tools", "--timeout", "0.5", "--retries", "8")
+    code, summary, results = evaluate(server, problems, "--mode", "no-tools", "--timeout", "2", "--retries", "8")
     (condition,) = summary["conditions"].values()
     assert (code, len(server.requests)) == (0, 2)
     assert (condition["timed_out"], condition["normalized"]["of"], condition["normalized"]["accuracy"]) == (2, 2, 0.0)

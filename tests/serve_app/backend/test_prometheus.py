@@ -96,7 +96,8 @@ class Exporter:
             await writer.wait_closed()
 
 
-def test_many_who_ask_at_once_and_soon_after_cause_one_read():
+def test_many_who_ask_at_once_and_soon_after_cause_one_read(monkeypatch):
+    monkeypatch.setattr(prometheus, "FRESH_S", 60.0)
     exporter = Exporter()
 
     async def asked() -> list[bytes]:
