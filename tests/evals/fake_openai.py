@@ -83,6 +83,11 @@ class FakeServer:
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve)
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._uvicorn.server_state.connections)
+
     def release(self) -> None:
         self._loop.call_soon_threadsafe(self._released.set)
 

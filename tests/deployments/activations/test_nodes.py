@@ -45,7 +45,7 @@ RUN = 64 << 10  # about what a run of `big` takes
 
 def on_two_nodes(root: Path, part: str) -> list[str]:
     """What the script prints. In a process of its own, since this one may have joined the tests' shared cluster."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
     script = [sys.executable, Path(__file__).with_name("two_nodes.py"), str(root), part]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=500, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,6 +18,7 @@ from evals.task.problems import load_problems
 from evals.task.prompts import Prompts
 from evals.task.rollouts import connect, run_all
 from evals.task.trajectory import Sample
+from tests.waiting import until
 
 Write = Callable[..., Path]
 
@@ -46,9 +47,10 @@ def test_an_abandoned_run_asks_nothing_more(server: FakeServer, write_problems: 
     _, samples = samples_of(server, write_problems("", *["[wait]"] * 300), parallel=2)
     next(samples)
     cast(Generator[Sample], samples).close()
+    until(lambda: not server.connections)  # its process is killed a moment after the close
     server.release()
     assert evaluate(server, write_problems("", "", "", name="later.jsonl"), "--mode", "no-tools")[0] == 0
-    assert len(server.requests) < 150  # its process is killed a moment after the close
+    assert len(server.requests) <= 1 + 2 + 3  # what was answered, what was in flight, and what came later
 
 
 def test_both_modes_are_scored_paired_and_written(server: FakeServer, write_problems: Write) -> None:
