@@ -41,7 +41,11 @@ settings.load_profile("few")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before Ray is imported, which reads it once. An earlier Ray on this machine may have left another token.
-os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+os.environ |= {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_raylet_start_wait_time_s": "120",  # 30 else, which a busy machine may take
+}
 
 
 # In a worker's input: the file to which it writes the ids of the tests that need the shared cluster.
@@ -139,7 +143,6 @@ def cluster() -> Iterator[Cluster]:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "RAY_ADDRESS": address,
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_raylet_start_wait_time_s": "120",  # 30 else, which a busy machine may take
             "RAY_worker_niceness": "0",  # 15 else: whatever else runs on the machine would come before the servers
             # Ray's and Serve's looks at an idle cluster, which take a tenth of two cores by default.
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",

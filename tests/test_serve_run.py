@@ -45,7 +45,8 @@ def second(served):
 
 
 def test_the_options_are_those_that_were_given(second, eventually):
-    (model,) = httpx.get(f"{second}/v1/models", timeout=30).json()["data"]
+    # A list is without a model that takes seconds to describe itself.
+    (model,) = eventually(lambda: httpx.get(f"{second}/v1/models", timeout=30).json()["data"])
     assert (model["id"], model["max_model_len"]) == ("named/second", 2048)
     wanted = {"named/second": {"RUNNING": 2}}
     eventually(lambda: httpx.get(f"{second}/health", timeout=30).json()["replicas"], lambda seen: seen == wanted)

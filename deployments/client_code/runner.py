@@ -31,7 +31,7 @@ STREAMED_BYTES = 1 << 20  # a result of at most so many goes with its message; a
 HEARTBEAT_S = 1.0  # between heartbeats to the board, whose answer is whether a client waits
 LOST_S = 30.0  # without an answer of the board after which no client is assumed to wait
 BOARD_S = 30.0  # the longest that the board is waited for
-GRACE_S = 2.0  # after its time a job may still say where it was
+GRACE_S = 5.0  # after its time a job may still say where it was, which takes long where others want the processor
 SET_UP_S = 60.0  # before its time begins: the model is mapped then
 ENDED = (
     "the job's process ended without a report: it crashed, or it was killed, as the kernel does when memory runs out"

@@ -36,6 +36,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from tests.waiting import until
+
 Body = dict[str, Any]
 POINT = "layers.1.input_layernorm.output"
 
@@ -81,11 +83,17 @@ class FakeServer:
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve)
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._uvicorn.server_state.connections)
+
     def release(self) -> None:
         self._loop.call_soon_threadsafe(self._released.set)
 
     def __enter__(self) -> Self:
-        self._thread.start()  # the socket already listens, so early requests wait in its queue
+        self._thread.start()
+        until(lambda: self._uvicorn.started)  # else the first request would wait for it, however short its limit
         return self
 
     def __exit__(

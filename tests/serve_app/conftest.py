@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 
 import pytest
+import ray
 from transformers import AutoTokenizer
 
+from deployments.activations.actors.store import connect
 from deployments.chat.response_templates import LLAMA
 from deployments.demo_model import WEIGHTS
 from serve_app.http.keys import VARIABLE
@@ -43,6 +46,23 @@ def small_store(another_app, other_template, tmp_path_factory):
     options += (f"model={other_template}", "model_id=vitrine-demo", "max_body_bytes=1000")
     with another_app("small", *options) as root:
         yield root, activations
+
+
+@pytest.fixture
+def restart_store(served, eventually):
+    """`restart_store()` kills the store's process; another one has taken its place when it returns."""
+    store = connect(str(served.home / "activations"))
+
+    def hold():
+        with contextlib.suppress(ray.exceptions.RayActorError):  # until it is up again
+            return ray.get(store.place.remote()).hold
+
+    def restart():
+        before = hold()
+        ray.kill(store, no_restart=False)  # returns before the process has ended
+        eventually(hold, lambda now: now not in (None, before))
+
+    return restart
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ def store(served: Served) -> Iterator[Path]:
     before = {path.name for path in directory.glob("[!.]*")}
     yield directory
     for session in {path.name for path in directory.glob("[!.]*")} - before:
-        httpx.delete(f"{served.base_url}/activations/session/{session}").raise_for_status()
+        httpx.delete(f"{served.base_url}/activations/session/{session}", timeout=60).raise_for_status()
 
 
 def by_id(session: Path) -> dict[str, RunFacts]:

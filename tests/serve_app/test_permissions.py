@@ -17,6 +17,7 @@ from deployments.exposure import make_private
 from evals.gsm8k.__main__ import main as evaluate
 
 TENSORS = save({"formal": torch.ones(4)})
+BYTES = {"content-type": "application/octet-stream"}
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 PROFILE = {"name": "quiet", "model": "vitrine-demo", "capture": {"points": ["norm.output"]}}
 
@@ -31,7 +32,7 @@ def fill(root: str) -> None:
     chat = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 2, "store_activations": True}
     asked = [
         httpx.post(f"{root}/v1/completions", json=chat | {"session_id": "seen"}, timeout=60),
-        httpx.post(f"{root}/v1/tensors", content=TENSORS, headers={"Content-Type": "application/octet-stream"}),
+        httpx.post(f"{root}/v1/tensors", content=TENSORS, headers=BYTES, timeout=60),
         httpx.post(f"{root}/v1/interventions", json=PROFILE, timeout=60),
         httpx.put(f"{root}/v1/activations/session/seen/pin", timeout=60),
     ]

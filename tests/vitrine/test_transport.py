@@ -72,7 +72,7 @@ def test_a_busy_server_is_asked_again(scripted, hindrances):
 
 
 def test_a_server_that_stays_busy_is_an_error_with_its_words(scripted):
-    server = vitrine.connect(scripted(MODELS, refusal(429, "the queue is full")), timeout=0.5)
+    server = vitrine.connect(scripted(MODELS, refusal(429, "the queue is full")), timeout=2)
     with server, pytest.raises(vitrine.ServerError, match="the queue is full") as raised:
         server.generate("so?")
     assert (raised.value.status, raised.value.code) == (429, "some_code")

@@ -214,7 +214,10 @@ def test_a_file_that_grew_was_replaced_or_removed_while_closed_is_read_again_and
     assert listed(opened(root)) == said_by_files(root)
 
 
-def test_a_file_that_changed_and_shows_neither_another_size_nor_time_is_read_again_where_it_was_new(make, root):
+def test_a_file_that_changed_and_shows_neither_another_size_nor_time_is_read_again_where_it_was_new(
+    make, root, monkeypatch
+):
+    monkeypatch.setattr(filling, "_TICK_NS", 60_000_000_000)
     write(root, make, [("one", "c")])
     (root / NAME).unlink()
     opened(root).close()  # reads the file within a clock's tick of its last change, for all that is known

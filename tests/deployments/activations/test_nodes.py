@@ -45,7 +45,7 @@ RUN = 64 << 10  # about what a run of `big` takes
 
 def on_two_nodes(root: Path, part: str) -> list[str]:
     """What the script prints. In a process of its own, since this one may have joined the tests' shared cluster."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
     script = [sys.executable, Path(__file__).with_name("two_nodes.py"), str(root), part]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=500, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -196,7 +196,8 @@ def nodes(request, tmp_path, reader_of, monkeypatch):
     )
     monkeypatch.setattr("deployments.activations.nodes.reporting.PAUSE_S", (0.05, 0.05))
     monkeypatch.setattr("deployments.activations.nodes.reporting.BEAT_S", 0.05)
-    monkeypatch.setattr("deployments.activations.nodes.writer._JOIN_S", 1.0)
+    monkeypatch.setattr("deployments.activations.nodes.writer._JOIN_S", 60.0)
+    monkeypatch.setattr("deployments.activations.actors.store._watch", lambda of: None)  # without Ray
     yield nodes
     nodes.close()
 
@@ -262,7 +263,8 @@ def test_a_writer_that_starts_again_tells_what_it_had_not_told(nodes, big, event
 
 
 @only_own
-def test_a_node_with_its_own_directory_starts_and_stores_without_the_store(nodes, big, eventually):
+def test_a_node_with_its_own_directory_starts_and_stores_without_the_store(nodes, big, eventually, monkeypatch):
+    monkeypatch.setattr("deployments.activations.nodes.writer._JOIN_S", 1.0)
     nodes.store_run(big("a"))
     nodes.store.reached.clear()
     nodes.start_node_again()

@@ -402,7 +402,7 @@ def test_a_job_that_was_killed_leaves_nothing_behind(jobs, eventually):
         assert receive(process.socket) == (Kind.LOG, b"begins")
         assert is_running(name)
         process.kill()
-    eventually(lambda: not is_running(name), limit_s=10)
+    eventually(lambda: not is_running(name))
 
 
 def is_running(name: str) -> bool:

@@ -18,6 +18,7 @@ from evals.task.problems import load_problems
 from evals.task.prompts import Prompts
 from evals.task.rollouts import connect, run_all
 from evals.task.trajectory import Sample
+from tests.waiting import until
 
 Write = Callable[..., Path]
 
@@ -46,9 +47,10 @@ def test_an_abandoned_run_asks_nothing_more(server: FakeServer, write_problems: 
     _, samples = samples_of(server, write_problems("", *["[wait]"] * 300), parallel=2)
     next(samples)
     cast(Generator[Sample], samples).close()
+    until(lambda: not server.connections)  # its process is killed a moment after the close
     server.release()
     assert evaluate(server, write_problems("", "", "", name="later.jsonl"), "--mode", "no-tools")[0] == 0
-    assert len(server.requests) < 150  # its process is killed a moment after the close
+    assert len(server.requests) <= 1 + 2 + 3  # what was answered, what was in flight, and what came later
 
 
 def test_both_modes_are_scored_paired_and_written(server: FakeServer, write_problems: Write) -> None:
@@ -162,7 +164,7 @@ def test_an_answer_that_is_late_is_asked_for_once_and_wrong_until_it_is_given_lo
     server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problems = write_problems("[wait]", "[wait]")
-    code, summary, results = evaluate(server, problems, "--mode", "no-tools", "--timeout", "0.5", "--retries", "8")
+    code, summary, results = evaluate(server, problems, "--mode", "no-tools", "--timeout", "2", "--retries", "8")
     (condition,) = summary["conditions"].values()
     assert (code, len(server.requests)) == (0, 2)
     assert (condition["timed_out"], condition["normalized"]["of"], condition["normalized"]["accuracy"]) == (2, 2, 0.0)

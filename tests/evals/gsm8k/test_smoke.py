@@ -16,8 +16,8 @@ from evals.gsm8k.__main__ import main
 
 
 def sessions(served: Any) -> list[str]:
-    found = httpx.get(f"{served.base_url}/activations/sessions", params={"limit": 1000}).json()["data"]
-    return [session["id"] for session in found if session["id"].startswith("smoke-")]
+    answer = httpx.get(f"{served.base_url}/activations/sessions", params={"limit": 1000}, timeout=60)
+    return [session["id"] for session in answer.json()["data"] if session["id"].startswith("smoke-")]
 
 
 def test_one_request_goes_all_the_way_and_leaves_nothing(
@@ -89,7 +89,7 @@ def test_another_shape_than_the_stored_one_ends_it_with_both(
     store.says = says
     assert smoke(store, tmp_path) == 2
     assert reason in capsys.readouterr().err
-    assert httpx.get(f"{store.base_url}/activations/session/{store.last_session}").status_code == 404
+    assert httpx.get(f"{store.base_url}/activations/session/{store.last_session}", timeout=60).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,9 @@ def test_a_profile_is_kept_shown_listed_replaced_and_deleted(ask, keep):
         assert refused(ask(method, "formal")) == (404, "name", "profile_not_found")
 
 
-def test_a_store_that_is_started_again_knows_the_profiles(ask, keep, eventually):
+def test_a_store_that_is_started_again_knows_the_profiles(ask, keep, restart_store, eventually):
     kept = keep("lasting", interventions=[STEER])
-    ray.kill(connect(str(home() / "activations")), no_restart=False)
+    restart_store()
     again = eventually(lambda: ask("GET", "lasting"), lambda answer: answer.status_code != 503)
     assert again.json() == kept
 
@@ -313,7 +313,7 @@ def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_
 
 
 def test_while_the_store_does_not_answer_what_was_known_last_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_registry, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(profile_registry, "PATIENCE_S", 60)
     monkeypatch.setattr(profile_registry, "FRESH_S", 0.0)
     store = connect(str(tmp_path))
     asked = Profiles(store, 1024)
@@ -325,6 +325,7 @@ def test_while_the_store_does_not_answer_what_was_known_last_holds(tmp_path, mon
         fields = {"name": "p", "model": "m", "default": True, "interventions": [HALF]}
         await asked.put(OPERATOR, profile_registry.Profile.model_validate(fields))
         assert await default() == "p"
+        monkeypatch.setattr(profile_registry, "PATIENCE_S", 0.2)
         ray.kill(store)
         assert [await default() for _ in range(3)] == ["p"] * 3
 

@@ -118,8 +118,9 @@ MALFORMED = {
 
 
 @pytest.fixture
-def fresh_bodies() -> Iterator[Bodies]:
+def fresh_bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bodies]:
     """The app's reader of bodies, which no other test has used."""
+    monkeypatch.setattr(bodies, "LIMIT_S", 300.0)  # each test starts a process, which yields to all others
     fresh = APP.state.bodies = Bodies()
     yield fresh
     fresh.close()
@@ -221,7 +222,6 @@ def test_a_body_that_takes_too_long_is_given_up_and_its_process_replaced(fresh_b
 
 def test_a_body_that_takes_too_much_memory_is_too_large_and_the_next_is_read(fresh_bodies, monkeypatch):
     monkeypatch.setattr(bodies, "MOST_MEMORY", 256 << 20)
-    monkeypatch.setattr(bodies, "LIMIT_S", 300.0)  # it is memory that ends it
     [answer] = post(CHAT, b"[" + b"[]," * 4_000_000 + b"[]]")
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     assert [answer.status_code for answer in post(CHAT, LARGE)] == [400]

@@ -167,7 +167,7 @@ def test_a_job_without_a_socket_is_asked_for_by_its_id(run):
                 "assert backend.job_id",
                 "import httpx",
                 "while (found := backend.poll()) is None: time.sleep(0.1)",
-                "told = httpx.get(f'{backend.host}/response/{backend.job_id}').json()",
+                "told = httpx.get(f'{backend.host}/response/{backend.job_id}', timeout=60).json()",
                 "assert told['data'].startswith(f'{backend.host}/response/')",
                 "print('polled', sorted(found))",
             ]

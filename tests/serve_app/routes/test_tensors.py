@@ -62,8 +62,8 @@ def test_a_replica_finds_a_tensor_by_its_reference(kept):
     assert ray.get(store.client_data.remote("tensors", "read", "tensor-none")) is None
 
 
-def test_a_store_that_is_started_again_knows_the_files(tensors, kept, eventually):
-    ray.kill(connect(str(home() / "activations")), no_restart=False)
+def test_a_store_that_is_started_again_knows_the_files(tensors, kept, restart_store, eventually):
+    restart_store()
     again = eventually(lambda: tensors("GET", kept["id"]), lambda answer: answer.status_code != 503)
     assert again.content == save(TENSORS)
     assert kept in tensors("GET", params={"limit": 1000}).json()["data"]
