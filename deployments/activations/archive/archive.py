@@ -104,6 +104,7 @@ class Archive:
         self._pins = Pins(self._root)
         self._copies_of = Owners(self._root, read_only=True)  # apart: the writer's wait for no copying
         self._state = State(self._root)
+        self._restore_new_state()  # before anything is too old
         if lines := self._waiting().values():  # perhaps they were killed before the files were gone
             catalogue.change((), lambda database: replay(database, None, lines, self.manifest))
             catalogue.look()
@@ -275,6 +276,7 @@ class Archive:
 
     def _copy_records(self) -> None:
         """Copy pins and owners to the manifest where they changed."""
+        self._restore_new_state()
         version = self._copies_of.version()
         if version == self._copied:
             return
@@ -286,6 +288,12 @@ class Archive:
         if lines:
             self._write(lines)
         self._copied = version
+
+    def _restore_new_state(self) -> None:
+        """Have a database of the state that took a lost one's place learn what the catalogue knows of the copies."""
+        if self._state.rows("SELECT 1 FROM unrestored"):
+            self._restore_records()
+            self._state.write("DELETE FROM unrestored", [()])
 
     def _restore_records(self) -> None:
         """Write down the pins and owners that the manifest has and this disk has not: they outlive a head."""

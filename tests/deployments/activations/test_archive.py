@@ -241,6 +241,26 @@ def test_pins_and_owners_outlive_a_head(bucket, head, make):
         new.writer.delete("pinned").result()
 
 
+def test_pins_and_owners_outlive_the_states_database(bucket, head, make):
+    one = head()
+    one.owners.claim("hers", Account("alice", "use"), set, None)
+    one.archived(make("r", session_id="hers"), make("p", session_id="pinned"))
+    assert one.writer.ask(lambda manager: manager.pin("pinned", True)).result()
+    until(lambda: len(one.archive._records()) == 2)
+    one.close()
+    for path in one.root.glob(".state.sqlite*"):
+        path.unlink()
+    bucket.server.fails = lambda method, path: True
+    again = head()
+    assert again.owners.of("hers").owner == "alice"
+    assert again.writer.retain(Retention(max_session_age_s=1.0)).result() == ["hers"]
+    again.writer.ask(lambda manager: manager.pin("pinned", False)).result()
+    bucket.server.fails = lambda method, path: False
+    until(lambda: not again.archive._records())
+    again.close()
+    assert Pins(head().root).names() == set()
+
+
 def test_what_is_beyond_the_cache_leaves_the_disk_once_it_is_archived_and_is_read_from_the_bucket(bucket, head, make):
     one = head(cache_bytes=30_000)
     made = [make(f"r{i}", {POINT: torch.randn(40, 50), OTHER: torch.randn(40, 2)}) for i in range(4)]
