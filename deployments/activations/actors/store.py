@@ -9,6 +9,7 @@ import asyncio
 import functools
 import hashlib
 import logging
+import os
 import threading
 import time
 import uuid
@@ -41,6 +42,7 @@ _ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
 _POLL_S = 0.05  # between two looks whether it is
 _WATCH_S = 2.0  # between two looks for nodes that have come back
 _FLUSH_S = 30.0  # for which a node's writer is waited for
+_START_PAUSE_S = 1.0  # before a store that came back by itself, and could not start, is started again
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +59,20 @@ class ActivationStore(RunReceiver):
     Clients' files and profiles, too. `life` is the same again where the store comes back by itself, which then keeps to
     its last limits; `archive` is the URI of the bucket, of which at most `archive_cache_bytes` stay on the disk. All
     methods raise StoreError where the disk refuses; the constructor a ValueError if the directory or the bucket cannot
-    be used.
+    be used. A store that comes back by itself starts again until it can.
     """
 
     def __init__(self, root: str, life: str = "", archive: str = "", archive_cache_bytes: int = 64 << 30) -> None:
+        try:
+            self._open(root, life, archive, archive_cache_bytes)
+        except Exception:  # whatever it is: an actor whose constructor raises is never restarted, one that dies is
+            if not (ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed):
+                raise
+            logger.exception("the activation store of %s starts again", root)
+            time.sleep(_START_PAUSE_S)
+            os._exit(1)
+
+    def _open(self, root: str, life: str, archive: str, archive_cache_bytes: int) -> None:
         if "://" in root:
             raise ValueError(f"The activation store's root {root!r} must be a path; a bucket is named by archive")
         if not Path(root).is_absolute():
@@ -255,8 +267,7 @@ class ActivationStore(RunReceiver):
         known = self._nodes.all().values()
         there = {node.name for node in known if self._nodes.is_alive(node)}
         if away := {node.name: node.ray_id for node in known if node.name not in there}:
-            store = ray.get_actor(_ACTOR + self._asked, namespace=NAMESPACE)
-            open_returned(self._asked, store, self._archive_uri, away)
+            open_returned(self._asked, find(self._asked), self._archive_uri, away)
 
     # ---- limits
 
@@ -324,6 +335,14 @@ def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64
     # Admission is the replicas' business: the store's own limit only stands above it.
     made = detached(ActivationStore, _ACTOR + root, max_concurrency=10_000, resources=ON_HEAD)
     return made.remote(root, uuid.uuid4().hex, archive or "", archive_cache_bytes)
+
+
+def find(root: str) -> Any:
+    """A handle to the actor that keeps `root`; StoreError if there is none."""
+    try:
+        return ray.get_actor(_ACTOR + root, namespace=NAMESPACE)
+    except ValueError as error:
+        raise StoreError(f"The activation store at {root} does not run: deploy the server again.") from error
 
 
 @functools.cache

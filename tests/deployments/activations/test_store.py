@@ -14,7 +14,9 @@ from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.facts import StoreError
 from deployments.activations.limits import Retention
+from deployments.activations.state.state import NAME
 from deployments.activations.writer.group_commit import Commits
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -184,6 +186,27 @@ def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed
     finally:
         ray.kill(second)
         ray.kill(reader)
+
+
+def test_a_store_that_cannot_come_back_by_itself_does_once_it_can(tmp_path):
+    store = connect(str(tmp_path))
+    code = ray.get(store.code.remote())
+    kept = (tmp_path / NAME).rename(tmp_path / "aside")
+    (tmp_path / NAME).symlink_to(kept)  # is not followed
+    ray.kill(store, no_restart=False)
+    try:
+        for name in (".new-1", ".new-2"):  # each is removed at a start: at the second, one has failed
+            (tmp_path / name).touch()
+            until(lambda: not any(tmp_path.glob(".new-*")))
+        kept.rename(tmp_path / NAME)
+
+        def asked():
+            with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+                return ray.get(store.code.remote())
+
+        assert until(asked) == code
+    finally:
+        ray.kill(store)
 
 
 def test_a_uri_of_a_directory_is_refused(tmp_path):
