@@ -320,7 +320,7 @@ def _watch(of: weakref.ref[ActivationStore]) -> None:
         try:
             if ray.is_initialized():  # else it is no actor
                 store.open_returned()
-        except (StoreError, ray.exceptions.RayError, ValueError):
+        except Exception:  # nothing is above this thread, and what failed may not fail the next time
             logger.exception("nodes that have come back are looked for again")
         del store
         time.sleep(_WATCH_S)

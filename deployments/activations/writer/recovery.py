@@ -11,14 +11,14 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import pyarrow as pa
 
 from deployments.activations.catalogue.database import can_hold, sealed_files
-from deployments.activations.facts import StoreError, names_a_session
+from deployments.activations.facts import Note, StoredFile, StoreError, names_a_session
 from deployments.activations.files.disk import DELETED, NEW, PULLED, directory, files_of, remove_unfinished, take, write
 from deployments.activations.files.machines import Heartbeat
 from deployments.activations.files.places import DamagedError
@@ -142,6 +142,24 @@ def _recover_file(path: Path, folder: int) -> None:
         logger.warning("%s was sealed after its last whole run: %d bytes after it were cut off", path, size - end)
     finally:
         os.close(file)
+
+
+def seal_left(path: Path, known: Collection[str]) -> Note | None:
+    """Seal a session's file that nobody writes any more, as `recover`; the file and its runs whose ids are not `known`.
+
+    None where it is being written, or gone. OSError or ArrowException if it cannot be sealed.
+    """
+    try:
+        with directory(path.parent) as folder:
+            _recover_file(path, folder)
+        if not is_sealed(path):
+            return None
+        state, entries = path.stat(), [run.entry(path.as_uri()) for run in whole_runs(path)]
+    except FileNotFoundError:
+        return None
+    rows = sum(entry.rows for entry in entries)
+    file = StoredFile(path.as_uri(), state.st_size, True, rows, state.st_mtime_ns)
+    return Note(path.parent.name, [entry for entry in entries if entry.facts.run_id not in known], file)
 
 
 def _changed(run: WholeRun) -> bool:

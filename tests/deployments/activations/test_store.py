@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from itertools import count
 
 import pytest
 import ray
@@ -156,6 +157,14 @@ def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_th
         return await reader.session("session")
 
     assert asyncio.run(steps())["pinned"]
+
+
+def test_after_any_error_nodes_that_come_back_are_looked_for_again(store, monkeypatch):
+    looks = count()
+    monkeypatch.setattr("deployments.activations.actors.store._WATCH_S", 0.01)
+    monkeypatch.setattr("deployments.activations.state.nodes.Nodes.mark_lost", lambda nodes: 1 // next(looks))
+    store._watch()
+    until(lambda: next(looks) > 2)
 
 
 def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed(make, tmp_path):
