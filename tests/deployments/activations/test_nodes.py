@@ -28,6 +28,7 @@ from deployments.activations.catalogue.replaying import replay, snapshot_lines, 
 from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, names_a_session
 from deployments.activations.files.places import Place
+from deployments.activations.filters import Filter
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.receiving import Home
 from deployments.activations.nodes.writer import NodeWriter
@@ -190,7 +191,8 @@ def nodes(request, tmp_path, reader_of, monkeypatch):
     archive = request.getfixturevalue("bucket").uri("") if request.param == "archived" else None
     nodes = Nodes(here, here if request.param == "shared" else tmp_path / "there", reader_of, archive)
     monkeypatch.setattr("deployments.activations.nodes.files.writer_on", lambda *_: nodes.writer)
-    monkeypatch.setattr("deployments.activations.actors.store.node_writers", lambda root: [nodes.writer])
+    for caller in ("actors.store", "nodes.files"):
+        monkeypatch.setattr(f"deployments.activations.{caller}.node_writers", lambda root: [nodes.writer])
     monkeypatch.setattr(
         "deployments.activations.state.nodes.Nodes.is_alive", lambda self, node: nodes.writer.reached.is_set()
     )
@@ -236,6 +238,13 @@ def test_a_run_is_written_where_it_is_made_and_listed_by_the_store(nodes, big, e
     assert run["available"]
     nodes.writer.reached.clear()
     assert not nodes.session("session")["runs"][0]["available"]
+
+
+def test_a_run_that_was_answered_and_not_reported_is_found_by_its_id(nodes, big, monkeypatch):
+    monkeypatch.setattr("deployments.activations.nodes.reporting.GATHER_S", 60.0)
+    nodes.store_run(big("r"))
+    [run] = nodes.ask(nodes._reader_of(nodes.here).runs(Filter(runs=("r",))))
+    assert run["run_id"] == "r"
 
 
 def test_runs_are_stored_while_the_store_is_away_and_listed_when_it_is_back(nodes, big, eventually):
