@@ -110,7 +110,7 @@ class ActivationStore(RunReceiver):
         if self._archive:
             self._archive.begin(self._catalogue, self._owners, NodePlace(root, self._nodes))
         self._writer = self._begin_writer()
-        self._deleting = asyncio.Lock()
+        self._deleting = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by session
         self._room = Room(self._root)
         self._client_data: dict[str, Any] = {"tensors": TensorFiles(self._root), "readouts": ReadoutFiles(self._root)}
         self._client_data["profiles"] = StoredProfiles(self._root)
@@ -163,7 +163,8 @@ class ActivationStore(RunReceiver):
         if not account.may_change(record and record.owner):
             return None
         await asyncio.to_thread(self._pins.check, session_id)  # before any run of it is refused
-        async with self._deleting:
+        lock = self._deleting.setdefault(session_id, asyncio.Lock())
+        async with lock:
             await self._flush(session_id, record and record.fence)  # what was stored so far is known, and goes
             holding = {node_of(uri) for uri in await asyncio.to_thread(self._catalogue.files, session_id)}
             found = await asyncio.wrap_future(self._writing().delete(session_id, account))

@@ -10,8 +10,9 @@ import logging
 import os
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,6 +29,7 @@ from deployments.activations.segments.segment_writer import seal
 from deployments.activations.segments.segments import WholeRun, is_sealed, whole_runs
 from deployments.activations.segments.verify import read_all
 from deployments.activations.writer.pool import FILE_NAME
+from deployments.activations.writer.retention import remove_folder
 
 MARK = ".store-id"  # no session id begins with '.'
 DAMAGED = ".damaged-"  # after the name of the file that it was part of
@@ -82,19 +84,20 @@ def make_root(root: Path) -> None:
             os.fsync(above)
 
 
-def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> None:
+def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> threading.Thread:
     """Seal the files of writers that were killed, after their last whole run, and remove what else they left.
 
-    What the disk refuses is logged. `sealed` has files that are known to be sealed, by URI their bytes and time of
-    change in ns; those that are still so are not opened.
+    The thread that it returns removes deleted sessions. What the disk refuses is logged. `sealed` has files that are
+    known to be sealed, by URI their bytes and time of change in ns; those that are still so are not opened.
     """
+    trash = list[Path]()  # of deletions that were cut short
     for item in list(os.scandir(root)):
         if item.name.startswith(NEW):
             remove_unfinished(item)
         elif not item.is_dir(follow_symlinks=False):
             continue
         elif item.name.startswith(DELETED):
-            shutil.rmtree(item.path, ignore_errors=True)  # a deletion that was cut short
+            trash.append(Path(item.path))
         elif item.name.startswith(PULLED):
             with contextlib.suppress(OSError), directory(item.path) as folder:
                 if take(folder):  # a download that was cut short
@@ -104,6 +107,17 @@ def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType
                 _recover_session(Path(item.path), sealed)
             except OSError:
                 logger.exception("session %s cannot be looked through", item.name)
+    removal = threading.Thread(target=_remove_all, args=(trash,), name="activation-removal", daemon=True)
+    removal.start()
+    return removal
+
+
+def _remove_all(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        try:
+            remove_folder(folder)
+        except OSError:
+            logger.exception("a session that was deleted has files left")
 
 
 def _recover_session(path: Path, sealed: Mapping[str, tuple[int, int]]) -> None:

@@ -165,7 +165,7 @@ def test_what_was_on_its_way_in_or_out_is_removed_unless_somebody_holds_it(tmp_p
     (tmp_path / ".new-1").touch()
     with held(tmp_path / ".pull-going-on"), directory(tmp_path) as top:
         file = create(".new-going-on", top)
-        recover(tmp_path)
+        recover(tmp_path).join()
         os.close(file)
     assert {path.name for path in tmp_path.iterdir()} == {".pull-going-on", ".new-going-on"}
     recover(tmp_path)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from itertools import count
 
@@ -16,8 +17,9 @@ from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.facts import StoreError
 from deployments.activations.limits import Retention
 from deployments.activations.state.state import NAME
+from deployments.activations.writer import retention
 from deployments.activations.writer.group_commit import Commits
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -157,6 +159,27 @@ def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_th
         return await reader.session("session")
 
     assert asyncio.run(steps())["pinned"]
+
+
+def test_a_deletion_waits_for_no_other(make, store, monkeypatch):
+    gate, removals, real = threading.Event(), count(), retention.remove_folder
+    monkeypatch.setattr(retention, "remove_folder", lambda trash: (next(removals) or gate.wait()) and real(trash))
+
+    async def steps():
+        for name in ("large", "small"):
+            made = make("r", session_id=name)
+            await store.write(made.facts, [ray.put(made.batches[0])])
+        first = asyncio.create_task(store.delete("large"))
+        await wait_until(lambda: not store._catalogue.knows("large"))
+        assert await asyncio.wait_for(store.delete("small"), 30)
+        assert not first.done()
+        gate.set()
+        assert await first
+
+    try:
+        asyncio.run(steps())
+    finally:
+        gate.set()
 
 
 def test_after_any_error_nodes_that_come_back_are_looked_for_again(store, monkeypatch):
