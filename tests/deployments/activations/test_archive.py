@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from deployments.activations.archive.claim import InUseError
 from deployments.activations.catalogue import replaying
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
-from deployments.activations.catalogue.replaying import has_caught_up
+from deployments.activations.catalogue.replaying import has_caught_up, record
 from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, name_of
 from deployments.activations.filters import Choice, Filter
@@ -239,6 +240,18 @@ def test_pins_and_owners_outlive_a_head(bucket, head, make):
     assert [one["id"] for one in new.catalogue.sessions()] == ["pinned"]
     with pytest.raises(RequestError, match="pinned"):
         new.writer.delete("pinned").result()
+
+
+def test_a_pin_that_a_head_with_a_fast_clock_set_can_be_taken_away(bucket, head, make):
+    one = head()
+    one.archived(make("r"))
+    one.archive.manifest.write([record("pin", "session", True, time.time() + 3600)])
+    one.close()
+    new = head("new head")
+    assert new.writer.ask(lambda manager: manager.pin("session", False)).result()
+    until(lambda: not new.archive._records())
+    new.close()
+    assert Pins(head("newest head").root).names() == set()
 
 
 def test_pins_and_owners_outlive_the_states_database(bucket, head, make):
