@@ -45,7 +45,7 @@ from deployments.activations.facts import StoredFile, name_of
 from deployments.activations.files.disk import scan_session, write
 from deployments.activations.files.places import File, Place, path_of
 from deployments.activations.files.sqlite import transaction
-from deployments.activations.state.nodes import node_of
+from deployments.activations.state.nodes import node_of, uri_of
 from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.state import Pins, State
 
@@ -217,8 +217,10 @@ class Archive:
         self._pauses.clear()
 
     def _begin_uploads(self) -> None:
-        found = "SELECT uri, bytes FROM files WHERE sealed AND NOT archived AND rows IS NOT 0 ORDER BY id LIMIT ?"
-        self._uploads.begin(self._catalogue.select(found, QUEUED + len(self._pauses)))
+        found = """SELECT uri, bytes FROM files WHERE sealed AND NOT archived AND rows IS NOT 0 AND uri LIKE ? || '%'
+            ORDER BY id LIMIT ?"""
+        for base in ("file:", *(uri_of(node, "") for node in (self._elsewhere.known() if self._elsewhere else ()))):
+            self._uploads.begin(self._catalogue.select(found, base, QUEUED + len(self._pauses)))
 
     def _upload(self, uri: str, size: int) -> None:
         if node_of(uri):

@@ -6,7 +6,7 @@ import errno
 import functools
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,10 @@ class NodePlace(Place):
     def below(self, name: str) -> Place:
         """It: no directory of a node is listed by this."""
         return self
+
+    def known(self) -> Iterable[str]:
+        """The nodes, by their keys."""
+        return self._nodes.all()
 
     def is_alive(self, node: str) -> bool:
         """Whether a node, by its key, can be asked."""

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from safetensors.torch import load as tensors
 from deployments.activations import load, runs
 from deployments.activations.__main__ import main
 from deployments.activations.actors.store import ActivationStore
-from deployments.activations.archive import archive
+from deployments.activations.archive import archive, uploads
 from deployments.activations.archive import claim as bucket_claim
 from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.archive.claim import InUseError
@@ -520,6 +521,9 @@ class OtherNode:
     def __init__(self, root, bucket) -> None:
         self.root, self.bucket = root, bucket
 
+    def known(self):
+        return ["node"]
+
     def upload(self, uri, size):
         upload_sealed(self.root / name_of(uri), size, self.bucket.place.file(name_of(uri)))
 
@@ -547,6 +551,24 @@ def test_what_is_on_its_way_to_the_bucket_while_its_session_is_deleted_does_not_
     assert [run["run_id"] for run in one.catalogue.runs()] == ["other"]
     one.close()
     assert [run["run_id"] for run in head("new head").catalogue.runs()] == ["other"]
+
+
+def test_uploads_of_a_node_that_is_slow_hold_up_no_other_nodes(bucket, head, make, open_sender):
+    sender, one, gate = open_sender(), head(), threading.Event()
+    for number in range(uploads.QUEUED + 1):
+        sender.finish(make(f"r{number}", session_id=f"s{number}"))
+    sender.writer.seal(None).result()
+    one.archive._elsewhere = node = OtherNode(sender.folder.parent, bucket)
+    node.upload = lambda uri, size: gate.wait()
+    known = sender.writer._catalogue
+    for session_id, file in known.all_files():
+        on_node = file._replace(uri=uri_of("node", name_of(file.uri)))
+        one.catalogue.add(Note(session_id, known.of_file(file.uri), on_node))
+    until(lambda: len(one.archive._uploads.begun) == uploads.QUEUED)
+    try:
+        one.archived(make("own"))
+    finally:
+        gate.set()
 
 
 def test_a_catalogue_that_was_made_again_learns_anew_what_the_bucket_has(bucket, head, make):
