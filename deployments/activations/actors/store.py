@@ -15,7 +15,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -115,6 +115,8 @@ class ActivationStore(RunReceiver):
         self._client_data: dict[str, Any] = {"tensors": TensorFiles(self._root), "readouts": ReadoutFiles(self._root)}
         self._client_data["profiles"] = StoredProfiles(self._root)
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
+        self._look_pool = ThreadPoolExecutor(1, thread_name_prefix="look")
+        self._look: Future[None] | None = None  # the last one through the directory
         self._watcher: threading.Thread | None = None
         if self._nodes.all():
             self._watch()
@@ -226,7 +228,8 @@ class ActivationStore(RunReceiver):
     async def join(self, node: Node) -> Reply:
         """A node's writer reports its runs from now on; its key is empty if it writes in the store's own directory."""
         if not node.key:  # it may have stored runs before of which it had no time to tell
-            await asyncio.to_thread(self._catalogue.look)
+            if self._look is None or self._look.running() or self._look.done():  # else the next one finds them
+                self._look = self._look_pool.submit(self._catalogue.look)
             return Reply(self._node_life(), {}, [], {})
         await asyncio.to_thread(self._nodes.join, node)
         self._watch()

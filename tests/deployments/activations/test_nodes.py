@@ -27,6 +27,7 @@ from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import replay, snapshot_lines, write_snapshot
 from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, names_a_session
+from deployments.activations.files.disk import scan
 from deployments.activations.files.places import Place
 from deployments.activations.filters import Filter
 from deployments.activations.limits import Retention
@@ -34,7 +35,7 @@ from deployments.activations.nodes.receiving import Home
 from deployments.activations.nodes.writer import NodeWriter
 from deployments.activations.reader.tables import table
 from deployments.activations.reader.training import ActivationRows
-from deployments.activations.state.nodes import node_of, uri_of
+from deployments.activations.state.nodes import Node, node_of, uri_of
 from deployments.activations.writer.recovery import mark
 from deployments.activations.writer.writer import Writer as SegmentWriter
 from deployments.errors import RequestError
@@ -268,6 +269,29 @@ def test_a_writer_that_starts_again_tells_what_it_had_not_told(nodes, big, event
     nodes.there = nodes.open_there()
     nodes.store_run(big("c"))
     eventually(lambda: sorted(nodes.listed()), lambda found: found == ["a", "b", "c"])
+
+
+@only_shared
+def test_a_node_joins_while_the_stores_directory_is_looked_through_and_runs_are_listed(
+    nodes, big, eventually, monkeypatch
+):
+    nodes.store_run(big("a"))
+    eventually(nodes.listed, lambda found: found == ["a"])
+    gate, looking = threading.Event(), threading.Event()
+
+    def slow(*args):
+        looking.set()
+        gate.wait()
+        yield from scan(*args)
+
+    for module in ("catalogue", "rows"):
+        monkeypatch.setattr(f"deployments.activations.catalogue.{module}.scan", slow, raising=False)
+    try:
+        nodes.begin(nodes.here.join(Node("", "10.0.0.3", str(nodes.root), "other"))).result(10)
+        assert looking.wait(10)
+        assert nodes.listed() == ["a"]
+    finally:
+        gate.set()
 
 
 @only_own
