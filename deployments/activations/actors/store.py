@@ -66,7 +66,7 @@ class ActivationStore(RunReceiver):
         try:
             self._open(root, life, archive, archive_cache_bytes)
         except Exception:  # whatever it is: an actor whose constructor raises is never restarted, one that dies is
-            if not (ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed):
+            if not _is_restarted():
                 raise
             logger.exception("the activation store of %s starts again", root)
             time.sleep(_START_PAUSE_S)
@@ -308,6 +308,12 @@ class ActivationStore(RunReceiver):
         call = functools.partial(getattr(self._client_data[what], method), *args)
         pool = self._files_pool if method in ("put", "delete") else None
         return await asyncio.get_running_loop().run_in_executor(pool, call)
+
+
+def _is_restarted() -> bool:
+    """Whether this process is of an actor that came back by itself."""
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    return bool(context and context.get_actor_id() and context.was_current_actor_reconstructed)
 
 
 def _running(applications: Set[str]) -> Set[str]:

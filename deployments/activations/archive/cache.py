@@ -102,7 +102,7 @@ class Cache:
         try:
             self.move(uri, archived)
         except StoreError:
-            if node:
+            if node or not self._missing():
                 raise
             # The disk is full. After a crash in between, a file that is gone is read from the bucket, too.
             path_of(uri).unlink(missing_ok=True)

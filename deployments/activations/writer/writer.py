@@ -336,7 +336,9 @@ class Writer:
                 try:
                     if note := seal_left(path_of(uri), known):
                         self._put(partial(self._add_left, note)).result()
-                except (ValueError, pa.ArrowException):
+                except (OSError, StoreError):
+                    raise
+                except Exception:  # whatever is in it: the other files are sealed all the same
                     logger.exception("%s cannot be sealed: it is left as it is", uri)
                     self._unsealable.add(uri)
         except (OSError, StoreError) as error:
