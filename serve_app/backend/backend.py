@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from deployments.activations.actors.reader import survived
 from deployments.activations.actors.store import Deleted
@@ -31,6 +33,7 @@ from serve_app.http.errors import UNAVAILABLE, ApiError
 from serve_app.http.paging import first_page
 from serve_app.http.ranges import Download
 
+MOST_FENCES = 10_000
 PLAN_S = 300.0  # the longest that a page waits until the store has looked through the session's files
 
 
@@ -67,6 +70,7 @@ class Backend:
         self.metrics = NodeMetrics(_exporters)
         self._store = store
         self._reader = reader
+        self._fences = OrderedDict[tuple[str, Account], str]()  # of the last sessions that jobs were admitted to
 
     async def sessions(self, account: Account, limit: int, after: str | None, filter: Filter) -> list[dict[str, Any]]:
         """Sessions that hold a stored run of the filter, in the order of their ids.
@@ -115,6 +119,8 @@ class Backend:
         deleted: Deleted | None = await stored(self._store.delete.remote(session_id, account))
         if deleted is None:
             raise _no_session(session_id)
+        for known in [known for known in self._fences if known[0] == session_id]:
+            del self._fences[known]
         return deleted.away
 
     async def pin_session(self, account: Account, session_id: str, pinned: bool) -> None:
@@ -138,19 +144,28 @@ class Backend:
     async def admitted(self, job: Job) -> Job:
         """A job that may record into its session, which is its sender's from then on where it had no owner.
 
-        If the store cannot admit it, the job has the reason, and runs without storing: the answer is still useful.
+        While the store does not answer, a session is still its sender's. If the store cannot admit the job, it has the
+        reason, and runs without storing: the answer is still useful.
 
         Raises:
             RequestError: The session is another's; 403.
         """
         if job.account.owner is None or not job.may_store:
             return job
+        session = job.session_id, job.account
         try:
-            return replace(job, fence=await stored(self._store.claim.remote(job.session_id, job.account)))
+            fence: str = await stored(self._store.claim.remote(*session))
         except RequestError:
             raise
         except (ApiError, StoreError, *UNAVAILABLE) as error:
-            return replace(job, unstorable=str(getattr(error, "cause", None) or error))
+            if isinstance(error, (StoreError, RayTaskError)) or session not in self._fences:  # it refuses, or is new
+                return replace(job, unstorable=str(getattr(error, "cause", None) or error))
+            return replace(job, fence=self._fences[session])
+        self._fences[session] = fence
+        self._fences.move_to_end(session)
+        if len(self._fences) > MOST_FENCES:
+            self._fences.popitem(last=False)
+        return replace(job, fence=fence)
 
     async def data(self, account: Account, choice: Choice, tag: str | None = None) -> Download:
         """Stored runs as a file.

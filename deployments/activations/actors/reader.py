@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import ray
 
-from deployments.activations.actors.store import connect
+from deployments.activations.actors.store import find
 from deployments.activations.facts import OPERATOR, Account, StoreError, explain
 from deployments.activations.filters import (
     EVERYTHING,
@@ -250,14 +250,14 @@ def _may_read(record: Record | None, account: Account) -> bool:
 
 
 async def _restore(root: str, uris: Sequence[str]) -> bool:
-    store = await asyncio.to_thread(connect, root)
+    store = await asyncio.to_thread(find, root)
     return bool(await store.restore.remote(uris))
 
 
 def _wait(root: str) -> None:
     """Return once the store's process runs."""
     with _in_time("the activation store starts; try again"):
-        connect(root).code.remote().future().result(timeout=_START_S)
+        find(root).code.remote().future().result(timeout=_START_S)
 
 
 @contextlib.contextmanager

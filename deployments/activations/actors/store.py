@@ -9,12 +9,13 @@ import asyncio
 import functools
 import hashlib
 import logging
+import os
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -41,6 +42,7 @@ _ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
 _POLL_S = 0.05  # between two looks whether it is
 _WATCH_S = 2.0  # between two looks for nodes that have come back
 _FLUSH_S = 30.0  # for which a node's writer is waited for
+_START_PAUSE_S = 1.0  # before a store that came back by itself, and could not start, is started again
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +59,20 @@ class ActivationStore(RunReceiver):
     Clients' files and profiles, too. `life` is the same again where the store comes back by itself, which then keeps to
     its last limits; `archive` is the URI of the bucket, of which at most `archive_cache_bytes` stay on the disk. All
     methods raise StoreError where the disk refuses; the constructor a ValueError if the directory or the bucket cannot
-    be used.
+    be used. A store that comes back by itself starts again until it can.
     """
 
     def __init__(self, root: str, life: str = "", archive: str = "", archive_cache_bytes: int = 64 << 30) -> None:
+        try:
+            self._open(root, life, archive, archive_cache_bytes)
+        except Exception:  # whatever it is: an actor whose constructor raises is never restarted, one that dies is
+            if not _is_restarted():
+                raise
+            logger.exception("the activation store of %s starts again", root)
+            time.sleep(_START_PAUSE_S)
+            os._exit(1)
+
+    def _open(self, root: str, life: str, archive: str, archive_cache_bytes: int) -> None:
         if "://" in root:
             raise ValueError(f"The activation store's root {root!r} must be a path; a bucket is named by archive")
         if not Path(root).is_absolute():
@@ -98,11 +110,13 @@ class ActivationStore(RunReceiver):
         if self._archive:
             self._archive.begin(self._catalogue, self._owners, NodePlace(root, self._nodes))
         self._writer = self._begin_writer()
-        self._deleting = asyncio.Lock()
+        self._deleting = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by session
         self._room = Room(self._root)
         self._client_data: dict[str, Any] = {"tensors": TensorFiles(self._root), "readouts": ReadoutFiles(self._root)}
         self._client_data["profiles"] = StoredProfiles(self._root)
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
+        self._look_pool = ThreadPoolExecutor(1, thread_name_prefix="look")
+        self._look: Future[None] | None = None  # the last one through the directory
         self._watcher: threading.Thread | None = None
         if self._nodes.all():
             self._watch()
@@ -151,7 +165,8 @@ class ActivationStore(RunReceiver):
         if not account.may_change(record and record.owner):
             return None
         await asyncio.to_thread(self._pins.check, session_id)  # before any run of it is refused
-        async with self._deleting:
+        lock = self._deleting.setdefault(session_id, asyncio.Lock())
+        async with lock:
             await self._flush(session_id, record and record.fence)  # what was stored so far is known, and goes
             holding = {node_of(uri) for uri in await asyncio.to_thread(self._catalogue.files, session_id)}
             found = await asyncio.wrap_future(self._writing().delete(session_id, account))
@@ -213,7 +228,8 @@ class ActivationStore(RunReceiver):
     async def join(self, node: Node) -> Reply:
         """A node's writer reports its runs from now on; its key is empty if it writes in the store's own directory."""
         if not node.key:  # it may have stored runs before of which it had no time to tell
-            await asyncio.to_thread(self._catalogue.look)
+            if self._look is None or self._look.running() or self._look.done():  # else the next one finds them
+                self._look = self._look_pool.submit(self._catalogue.look)
             return Reply(self._node_life(), {}, [], {})
         await asyncio.to_thread(self._nodes.join, node)
         self._watch()
@@ -255,8 +271,7 @@ class ActivationStore(RunReceiver):
         known = self._nodes.all().values()
         there = {node.name for node in known if self._nodes.is_alive(node)}
         if away := {node.name: node.ray_id for node in known if node.name not in there}:
-            store = ray.get_actor(_ACTOR + self._asked, namespace=NAMESPACE)
-            open_returned(self._asked, store, self._archive_uri, away)
+            open_returned(self._asked, find(self._asked), self._archive_uri, away)
 
     # ---- limits
 
@@ -295,6 +310,12 @@ class ActivationStore(RunReceiver):
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
 
+def _is_restarted() -> bool:
+    """Whether this process is of an actor that came back by itself."""
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    return bool(context and context.get_actor_id() and context.was_current_actor_reconstructed)
+
+
 def _running(applications: Set[str]) -> Set[str]:
     """Those of some applications that Serve runs."""
     if not applications:
@@ -309,7 +330,7 @@ def _watch(of: weakref.ref[ActivationStore]) -> None:
         try:
             if ray.is_initialized():  # else it is no actor
                 store.open_returned()
-        except (StoreError, ray.exceptions.RayError, ValueError):
+        except Exception:  # nothing is above this thread, and what failed may not fail the next time
             logger.exception("nodes that have come back are looked for again")
         del store
         time.sleep(_WATCH_S)
@@ -324,6 +345,14 @@ def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64
     # Admission is the replicas' business: the store's own limit only stands above it.
     made = detached(ActivationStore, _ACTOR + root, max_concurrency=10_000, resources=ON_HEAD)
     return made.remote(root, uuid.uuid4().hex, archive or "", archive_cache_bytes)
+
+
+def find(root: str) -> Any:
+    """A handle to the actor that keeps `root`; StoreError if there is none."""
+    try:
+        return ray.get_actor(_ACTOR + root, namespace=NAMESPACE)
+    except ValueError as error:
+        raise StoreError(f"The activation store at {root} does not run: deploy the server again.") from error
 
 
 @functools.cache

@@ -45,7 +45,7 @@ from deployments.activations.facts import StoredFile, name_of
 from deployments.activations.files.disk import scan_session, write
 from deployments.activations.files.places import File, Place, path_of
 from deployments.activations.files.sqlite import transaction
-from deployments.activations.state.nodes import node_of
+from deployments.activations.state.nodes import node_of, uri_of
 from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.state import Pins, State
 
@@ -104,6 +104,7 @@ class Archive:
         self._pins = Pins(self._root)
         self._copies_of = Owners(self._root, read_only=True)  # apart: the writer's wait for no copying
         self._state = State(self._root)
+        self._restore_new_state()  # before anything is too old
         if lines := self._waiting().values():  # perhaps they were killed before the files were gone
             catalogue.change((), lambda database: replay(database, None, lines, self.manifest))
             catalogue.look()
@@ -216,8 +217,10 @@ class Archive:
         self._pauses.clear()
 
     def _begin_uploads(self) -> None:
-        found = "SELECT uri, bytes FROM files WHERE sealed AND NOT archived AND rows IS NOT 0 ORDER BY id LIMIT ?"
-        self._uploads.begin(self._catalogue.select(found, QUEUED + len(self._pauses)))
+        found = """SELECT uri, bytes FROM files WHERE sealed AND NOT archived AND rows IS NOT 0 AND uri LIKE ? || '%'
+            ORDER BY id LIMIT ?"""
+        for base in ("file:", *(uri_of(node, "") for node in (self._elsewhere.known() if self._elsewhere else ()))):
+            self._uploads.begin(self._catalogue.select(found, base, QUEUED + len(self._pauses)))
 
     def _upload(self, uri: str, size: int) -> None:
         if node_of(uri):
@@ -275,17 +278,26 @@ class Archive:
 
     def _copy_records(self) -> None:
         """Copy pins and owners to the manifest where they changed."""
+        self._restore_new_state()
         version = self._copies_of.version()
         if version == self._copied:
             return
         owners = {name: dict(one._asdict()) for name, one in self._copies_of.all().items()}
         now = {("pin", name): True for name in self._pins.names()} | {("owner", name): owners[name] for name in owners}
         known = self._records()
-        lines = [record(kind, name, value) for (kind, name), value in now.items() if known.get((kind, name)) != value]
-        lines += [record(kind, name, None) for kind, name in known.keys() - now.keys()]
+        changed = {name: value for name, value in now.items() if known.get(name) != value}
+        changed |= dict.fromkeys(known.keys() - now.keys())
+        [[last]] = self._catalogue.select("SELECT coalesce(max(at), 0) FROM records")
+        lines = [record(*name, value, last) for name, value in changed.items()]
         if lines:
             self._write(lines)
         self._copied = version
+
+    def _restore_new_state(self) -> None:
+        """Have a database of the state that took a lost one's place learn what the catalogue knows of the copies."""
+        if self._state.rows("SELECT 1 FROM unrestored"):
+            self._restore_records()
+            self._state.write("DELETE FROM unrestored", [()])
 
     def _restore_records(self) -> None:
         """Write down the pins and owners that the manifest has and this disk has not: they outlive a head."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -13,12 +14,13 @@ from urllib.parse import unquote
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.rows import move
-from deployments.activations.facts import name_of
+from deployments.activations.facts import StoreError, name_of
 from deployments.activations.files.disk import NEW
 from deployments.activations.files.places import path_of
 from deployments.activations.state.nodes import node_of
 
 _FETCHES = 8  # segments that are fetched at a time
+_FREE = 20, 4 << 30  # a twentieth of the store's disk, and no more than so many bytes, are to be free
 
 
 class Cache:
@@ -29,7 +31,7 @@ class Cache:
         manifest: The bucket's.
         catalogue: The store's.
         elsewhere: The directories of other nodes.
-        most: Bytes of such segments that stay on each disk.
+        most: Bytes of such segments that stay on each disk, on the store's fewer where it is nearly full.
     """
 
     def __init__(self, root: Path, manifest: Manifest, catalogue: Catalogue, elsewhere: Any, most: int) -> None:
@@ -37,13 +39,15 @@ class Cache:
         self._place, self._bucket = manifest.place, manifest.bucket
         self._restoring: dict[str, threading.Lock] = {}  # by URI
         self.grown = True  # since the last `evict`, more segments of the disks are in the bucket
+        self._is_used = False  # whether any are on the store's disk
 
     def evict(self) -> None:
         """Remove from each disk what is in the bucket, the oldest first, until no more than `most` bytes stay.
 
-        OSError if a disk or a node refuses; other files go all the same. The next call tries again after any error.
+        From the store's disk more goes, until enough of it is free. OSError or StoreError if a disk or a node refuses;
+        other files go all the same. The next call tries again after any error.
         """
-        if not self.grown:
+        if not self.grown and not (self._is_used and self._missing()):
             return
         self.grown = False
         try:
@@ -53,22 +57,24 @@ class Cache:
             raise
 
     def _evict(self) -> None:
-        failed: OSError | None = None
+        failed: OSError | StoreError | None = None
         kept = """SELECT uri, bytes, coalesce(modified_ns, 0) FROM files WHERE archived AND uri NOT LIKE ? || '%'
             ORDER BY modified_ns, id"""
         files = self._catalogue.select(kept, self._bucket)
         over = Counter[str | None]()  # by node
         for uri, size, _ in files:
             over[node_of(uri)] += size
+        most = min(self._most, over[None] - self._missing())
         for uri, size, modified_ns in files:
-            if over[node := node_of(uri)] > self._most and self._is_there(node):
+            if over[node := node_of(uri)] > (self._most if node else most) and self._is_there(node):
                 try:
                     self._remove(node, uri, modified_ns)
                     over[node] -= size
-                except OSError as error:
+                except (OSError, StoreError) as error:
                     failed = error
                     if node:  # it may take as long to refuse each
                         over[node] = 0
+        self._is_used = over[None] > 0
         if failed:
             raise failed
 
@@ -76,7 +82,8 @@ class Cache:
         """Fetch segments that are in the bucket alone, if there is room for all; whether it did."""
         gone = {uri for uri in uris if uri.startswith(self._bucket)}
         asked = "SELECT bytes FROM files WHERE uri = ?"
-        if not gone or sum(size for uri in gone for (size,) in self._catalogue.select(asked, uri)) > self._most:
+        size = sum(size for uri in gone for (size,) in self._catalogue.select(asked, uri))
+        if not gone or size > min(self._most, self._free() // 2):  # other runs are stored meanwhile
             return False
         with ThreadPoolExecutor(_FETCHES) as pool:
             list(pool.map(self._restore_once, gone))
@@ -91,7 +98,16 @@ class Cache:
         return node is None or bool(self._elsewhere and self._elsewhere.is_alive(node))
 
     def _remove(self, node: str | None, uri: str, modified_ns: int) -> None:
-        self.move(uri, archived := self._bucket + name_of(uri))
+        archived = self._bucket + name_of(uri)
+        try:
+            self.move(uri, archived)
+        except StoreError:
+            if node or not self._missing():
+                raise
+            # The disk is full. After a crash in between, a file that is gone is read from the bucket, too.
+            path_of(uri).unlink(missing_ok=True)
+            self.move(uri, archived)
+            return
         try:
             if node:
                 self._elsewhere.remove(uri)
@@ -100,6 +116,16 @@ class Cache:
         except OSError:
             self.move(archived, uri, modified_ns)
             raise
+
+    def _free(self) -> int:
+        disk = os.statvfs(self._root)
+        return disk.f_bavail * disk.f_frsize
+
+    def _missing(self) -> int:
+        """Bytes that are to become free on the store's disk."""
+        disk = os.statvfs(self._root)
+        part, most = _FREE
+        return max(0, min(disk.f_blocks * disk.f_frsize // part, most) - self._free())
 
     def _restore_once(self, uri: str) -> None:
         with self._restoring.setdefault(uri, threading.Lock()):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from deployments.activations.facts import name_of
+from deployments.activations.state.nodes import node_of
 
-UPLOADS = 8  # segments that are uploaded at a time
-QUEUED = 8 * UPLOADS  # that are begun or wait for a thread, so that no thread waits for the next look
+UPLOADS = 8  # segments of one node that are uploaded at a time
+QUEUED = 8 * UPLOADS  # of one node, that are begun or wait for a thread, so that no thread waits for the next look
 PAUSES_S = (1.0, 300.0)  # before what failed is tried again: at first, doubled each time, and at the most
 
 
@@ -54,13 +56,16 @@ class Uploads:
     def __init__(self, upload: Callable[[str, int], None], wake: Callable[[], None], pauses: Pauses) -> None:
         self._upload, self._wake, self._pauses = upload, wake, pauses
         self._begun: dict[str, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="archive")
+        self._pools = defaultdict[str | None, ThreadPoolExecutor](  # by node: one that is slow holds up no other
+            lambda: ThreadPoolExecutor(UPLOADS, thread_name_prefix="archive")
+        )
 
     def begin(self, segments: Iterable[tuple[str, int]]) -> None:
         """Begin uploads of segments, by URI and bytes, as far as there is room for them in the queue."""
         for uri, size in segments:
-            if len(self._begun) < QUEUED and uri not in self._begun and name_of(uri) not in self._pauses:
-                self._begun[uri] = self._pool.submit(self._upload, uri, size)
+            node = node_of(uri)
+            if self._room(node) and uri not in self._begun and name_of(uri) not in self._pauses:
+                self._begun[uri] = self._pools[node].submit(self._upload, uri, size)
                 self._begun[uri].add_done_callback(lambda _: self._wake())
 
     def failed(self) -> list[tuple[str, BaseException]]:
@@ -89,4 +94,8 @@ class Uploads:
 
     def close(self) -> None:
         """Wait for all that are begun."""
-        self._pool.shutdown()
+        for pool in self._pools.values():
+            pool.shutdown()
+
+    def _room(self, node: str | None) -> bool:
+        return sum(node_of(uri) == node for uri in self._begun) < QUEUED

@@ -21,9 +21,9 @@ from deployments.activations.catalogue.database import LOCK, NAME, copied, in_me
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.queries import Queries
 from deployments.activations.catalogue.replaying import bring, catch_up, fill_new, has_caught_up, lent
-from deployments.activations.catalogue.rows import forget, put, refresh
+from deployments.activations.catalogue.rows import ON_DISK, forget, put, refresh
 from deployments.activations.facts import Note, StoreError, explain
-from deployments.activations.files.disk import locked
+from deployments.activations.files.disk import locked, scan
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import code_of, transaction
 
@@ -149,9 +149,20 @@ class Catalogue(Queries):
             self._guarded(lambda database: forget(database, found))
 
     def look(self) -> None:
-        """Scan the files again, which other programs may have changed."""
-        if self._root is not None:
+        """Scan the files again, which other programs may have changed; others use the catalogue meanwhile."""
+        if (root := self._root) is None:
+            return
+        known, changed = {tuple(row) for row in self.select(ON_DISK)}, set[str]()
+        try:
+            for file in scan(root):
+                row = file.session_id, file.uri, file.bytes, file.modified_ns
+                changed |= set() if row in known else {file.session_id}
+                known.discard(row)
+        except OSError:  # it is tried again, and said
             self._guarded(self._look)
+        else:
+            if changed := changed | {session_id for session_id, *_ in known}:
+                self._guarded(lambda database: self._look(database, changed))
 
     def change(self, session_ids: Collection[str], work: Callable[[sqlite3.Connection], _T]) -> _T:
         """Change the database otherwise, and the `version` of these sessions with it."""
@@ -200,13 +211,13 @@ class Catalogue(Queries):
             except (OSError, sqlite3.Error) as error:
                 raise explain(root, error) from error
 
-    def _look(self, database: sqlite3.Connection) -> None:
+    def _look(self, database: sqlite3.Connection, of: Collection[str] | None = None) -> None:
         """Read new and changed files; those that cannot be read are tried again later, and their entries stay."""
         assert self._root is not None
-        self._again = time.monotonic() + _AGAIN_S
+        again, self._again = math.inf if of is None else self._again, time.monotonic() + _AGAIN_S
         try:
-            if refresh(database, self._root, self._manifest):
-                self._again = math.inf
+            if refresh(database, self._root, self._manifest, of):
+                self._again = again
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, sqlite3.Error) and code_of(error) not in _REFUSED:
                 raise

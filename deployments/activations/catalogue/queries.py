@@ -79,6 +79,11 @@ class Queries(ABC):
         found = self.select("SELECT session, uri, bytes, sealed, rows, modified_ns FROM files WHERE rows IS NOT 0")
         return [(row[0], StoredFile(row[1], row[2], bool(row[3]), *row[4:])) for row in found]
 
+    def unsealed(self) -> list[str]:
+        """The URIs of files on the disk that hold runs and have no footer, as far as is known."""
+        found = self.select("SELECT uri FROM files WHERE NOT sealed AND rows IS NOT 0 AND uri LIKE 'file:%'")
+        return [uri for (uri,) in found]
+
     def of_file(self, uri: str) -> list[Entry]:
         """The runs of one file, in the order in which they were added."""
         return entries_of(self.select(f"{ENTRIES} WHERE files.uri = ? ORDER BY runs.rowid", uri))

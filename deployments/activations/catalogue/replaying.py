@@ -40,9 +40,12 @@ def deletion(session_id: str, segments: Iterable[str], *, done: bool = False) ->
     return {"deleted": session_id, "segments": sorted(segments), "done": done, "at": time.time()}
 
 
-def record(kind: str, session_id: str, value: Any) -> Line:
-    """The line that copies a pin (`value` true) or an owner's record; None where there is none any more."""
-    return {"record": kind, "session": session_id, "value": value, "at": time.time()}
+def record(kind: str, session_id: str, value: Any, after: float = 0.0) -> Line:
+    """The line that copies a pin (`value` true) or an owner's record; None where there is none any more.
+
+    It counts as later than `after` (Unix seconds), which another machine's clock may have said.
+    """
+    return {"record": kind, "session": session_id, "value": value, "at": max(time.time(), after + 1e-6)}
 
 
 def segment_lines(database: sqlite3.Connection, uris: Iterable[str]) -> dict[str, Line]:

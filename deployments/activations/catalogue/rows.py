@@ -7,7 +7,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from deployments.activations.segments.segments import is_sealed, whole_runs
 
 ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset,
     files.archived FROM runs JOIN files ON files.id = runs.file"""
+
+ON_DISK = "SELECT session, uri, bytes, modified_ns FROM files WHERE uri LIKE 'file:%'"
 
 # A run that another file holds already stays that file's.
 _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,
@@ -67,18 +69,19 @@ def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
     return entries
 
 
-def refresh(database: sqlite3.Connection, root: Path, manifest: Manifest | None = None) -> bool:
-    """Bring the database up to date with the files; false if some could not be read now.
+def refresh(
+    database: sqlite3.Connection, root: Path, manifest: Manifest | None = None, of: Collection[str] | None = None
+) -> bool:
+    """Bring the database up to date with the files, all or those `of` some sessions; false if some cannot be read now.
 
     A file that is gone and archived stays; with a bucket's `manifest`, it is one of the bucket's from then on, and back
     where it is there again.
     """
     missed = list[str]()
-    on_disk = "SELECT uri, bytes, modified_ns FROM files WHERE uri LIKE 'file:%'"
-    known = {uri: (size, modified_ns) for uri, size, modified_ns in database.execute(on_disk)}
+    known = {uri: state for session, uri, *state in database.execute(ON_DISK) if of is None or session in of}
     now, changed = time.time_ns(), list[SessionFile]()
-    for file in scan(root, missed):
-        if known.get(file.uri) == (file.bytes, file.modified_ns):
+    for file in scan(root, missed, of):
+        if known.get(file.uri) == [file.bytes, file.modified_ns]:
             del known[file.uri]
             continue
         settled = _settle(database, file, manifest) if manifest else file

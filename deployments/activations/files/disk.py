@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,10 +164,14 @@ class SessionFile(NamedTuple):
         return self.file.as_uri()
 
 
-def scan(root: Path, missed: list[str] | None = None) -> Iterator[SessionFile]:
-    """The Arrow files of all sessions below `root`; links are not followed. `missed` collects what cannot be read."""
+def scan(root: Path, missed: list[str] | None = None, of: Collection[str] | None = None) -> Iterator[SessionFile]:
+    """The Arrow files of all sessions below `root`, or those `of` some; links are not followed.
+
+    `missed` collects what cannot be read.
+    """
     for folder in sorted(os.scandir(root), key=lambda item: item.name):
-        if names_a_session(folder.name) and folder.is_dir(follow_symlinks=False):
+        is_one = names_a_session(folder.name) if of is None else folder.name in of
+        if is_one and folder.is_dir(follow_symlinks=False):
             try:
                 yield from files_of(Path(folder.path))
             except OSError:  # one unreadable session must not keep the others from being served

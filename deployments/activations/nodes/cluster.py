@@ -27,9 +27,9 @@ def actors(prefix: str) -> list[str]:
 
 
 def node_writers(root: str) -> list[Any]:
-    """The handles of all nodes' writers of a store."""
+    """The handles of all nodes' writers of a store; none where this process has joined no cluster."""
     found = []
-    for name in actors(writer_name(root)):
+    for name in actors(writer_name(root)) if ray.is_initialized() else ():
         with contextlib.suppress(ValueError):  # it has ended meanwhile, and its node with it
             found.append(ray.get_actor(name, namespace=NAMESPACE))
     return found

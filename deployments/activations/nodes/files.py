@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.activations.facts import name_of, names_a_session
 from deployments.activations.files.places import File, Place
-from deployments.activations.nodes.cluster import writer_on
+from deployments.activations.nodes.cluster import node_writers, writer_on
 from deployments.activations.state.nodes import SCHEME, Node, Nodes, node_of
 from deployments.clusters import NAMESPACE, detached
 
@@ -123,6 +122,10 @@ class NodePlace(Place):
         """It: no directory of a node is listed by this."""
         return self
 
+    def known(self) -> Iterable[str]:
+        """The nodes, by their keys."""
+        return self._nodes.all()
+
     def is_alive(self, node: str) -> bool:
         """Whether a node, by its key, can be asked."""
         found = self._nodes.all().get(node)
@@ -137,14 +140,10 @@ class NodePlace(Place):
         self._ask(uri, "remove", of=writer_on)
 
     def flush(self) -> bool:
-        """Make the nodes that answer soon report their latest runs; whether there are any such nodes."""
-        alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
-        asked = []
-        for node in alive:
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                asked.append(writer_on(self._root, node.ray_id).flush.remote().future())
+        """Make the nodes' writers that answer soon report their latest runs; whether there are any such writers."""
+        asked = [writer.flush.remote().future() for writer in node_writers(self._root)]
         wait(asked, timeout=_FLUSH_S)
-        return bool(alive)
+        return bool(asked)
 
 
 class NodeFile(File):

@@ -45,8 +45,9 @@ CREATE TABLE IF NOT EXISTS deletions (
     id INTEGER PRIMARY KEY AUTOINCREMENT, node TEXT NOT NULL, session TEXT NOT NULL, fence TEXT, last REAL
 );
 CREATE TABLE IF NOT EXISTS bucket_deletions (id INTEGER PRIMARY KEY, line TEXT NOT NULL);
-PRAGMA user_version = 1
+CREATE TABLE IF NOT EXISTS unrestored (id INTEGER PRIMARY KEY)
 """
+_NEW = ("INSERT INTO unrestored VALUES (1)", "PRAGMA user_version = 1")  # a bucket may have copies of pins and owners
 _ERRNOS = {  # what SQLite says without the system's number for it
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_READONLY: errno.EACCES,
@@ -54,7 +55,7 @@ _ERRNOS = {  # what SQLite says without the system's number for it
 }
 _DAMAGED = (
     "is damaged: put a copy of it back, or remove it together with its -wal and -shm; without it no session is pinned "
-    "or has an owner"
+    "or has an owner, unless a bucket has copies"
 )
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,9 @@ class State:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")
             with transaction(database):
-                for statement in _TABLES.split(";"):
+                # One that is there is not written: the disk may be full.
+                is_new = database.execute("PRAGMA user_version").fetchone() == (0,)
+                for statement in (*_TABLES.split(";"), *(_NEW if is_new else ())):
                     database.execute(statement)
                 folders = earlier.take_over(database, self._path.parent)
             earlier.put_aside(self._path.parent, folders)

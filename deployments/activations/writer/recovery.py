@@ -10,15 +10,16 @@ import logging
 import os
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import pyarrow as pa
 
 from deployments.activations.catalogue.database import can_hold, sealed_files
-from deployments.activations.facts import StoreError, names_a_session
+from deployments.activations.facts import Note, StoredFile, StoreError, names_a_session
 from deployments.activations.files.disk import DELETED, NEW, PULLED, directory, files_of, remove_unfinished, take, write
 from deployments.activations.files.machines import Heartbeat
 from deployments.activations.files.places import DamagedError
@@ -28,6 +29,7 @@ from deployments.activations.segments.segment_writer import seal
 from deployments.activations.segments.segments import WholeRun, is_sealed, whole_runs
 from deployments.activations.segments.verify import read_all
 from deployments.activations.writer.pool import FILE_NAME
+from deployments.activations.writer.retention import remove_folder
 
 MARK = ".store-id"  # no session id begins with '.'
 DAMAGED = ".damaged-"  # after the name of the file that it was part of
@@ -82,19 +84,20 @@ def make_root(root: Path) -> None:
             os.fsync(above)
 
 
-def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> None:
+def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> threading.Thread:
     """Seal the files of writers that were killed, after their last whole run, and remove what else they left.
 
-    What the disk refuses is logged. `sealed` has files that are known to be sealed, by URI their bytes and time of
-    change in ns; those that are still so are not opened.
+    The thread that it returns removes deleted sessions. What the disk refuses is logged. `sealed` has files that are
+    known to be sealed, by URI their bytes and time of change in ns; those that are still so are not opened.
     """
+    trash = list[Path]()  # of deletions that were cut short
     for item in list(os.scandir(root)):
         if item.name.startswith(NEW):
             remove_unfinished(item)
         elif not item.is_dir(follow_symlinks=False):
             continue
         elif item.name.startswith(DELETED):
-            shutil.rmtree(item.path, ignore_errors=True)  # a deletion that was cut short
+            trash.append(Path(item.path))
         elif item.name.startswith(PULLED):
             with contextlib.suppress(OSError), directory(item.path) as folder:
                 if take(folder):  # a download that was cut short
@@ -104,6 +107,17 @@ def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType
                 _recover_session(Path(item.path), sealed)
             except OSError:
                 logger.exception("session %s cannot be looked through", item.name)
+    removal = threading.Thread(target=_remove_all, args=(trash,), name="activation-removal", daemon=True)
+    removal.start()
+    return removal
+
+
+def _remove_all(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        try:
+            remove_folder(folder)
+        except OSError:
+            logger.exception("a session that was deleted has files left")
 
 
 def _recover_session(path: Path, sealed: Mapping[str, tuple[int, int]]) -> None:
@@ -142,6 +156,24 @@ def _recover_file(path: Path, folder: int) -> None:
         logger.warning("%s was sealed after its last whole run: %d bytes after it were cut off", path, size - end)
     finally:
         os.close(file)
+
+
+def seal_left(path: Path, known: Collection[str]) -> Note | None:
+    """Seal a session's file that nobody writes any more, as `recover`; the file and its runs whose ids are not `known`.
+
+    None where it is being written, or gone. OSError or ArrowException if it cannot be sealed.
+    """
+    try:
+        with directory(path.parent) as folder:
+            _recover_file(path, folder)
+        if not is_sealed(path):
+            return None
+        state, entries = path.stat(), [run.entry(path.as_uri()) for run in whole_runs(path)]
+    except FileNotFoundError:
+        return None
+    rows = sum(entry.rows for entry in entries)
+    file = StoredFile(path.as_uri(), state.st_size, True, rows, state.st_mtime_ns)
+    return Note(path.parent.name, [entry for entry in entries if entry.facts.run_id not in known], file)
 
 
 def _changed(run: WholeRun) -> bool:

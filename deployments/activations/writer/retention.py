@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from deployments.activations.archive.archive import Archive
     from deployments.activations.state.nodes import Nodes
 
+_REMOVALS = 4  # sessions whose files are removed at a time: a small one waits for no large one
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +61,7 @@ class SessionManager:
         self.busy: Callable[[], Set[str]] = frozenset
         self._root, self._catalogue, self._pool, self._pins = root, catalogue, pool, Pins(root)
         self._owners, self._archive, self._nodes = owners, archive, nodes
-        self._removals = ThreadPoolExecutor(1, thread_name_prefix="activation-removal")
+        self._removals = ThreadPoolExecutor(_REMOVALS, thread_name_prefix="activation-removal")
         self._used, self._total, self._until = Counter[str](), 0, 0.0  # bytes, and until when they are taken as right
         self._owned: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
 
@@ -256,7 +258,7 @@ class SessionManager:
         if self._owners:  # after the files: a crash between them leaves no session without its owner
             self._owners.forget(session_id)
         if trash:
-            return self._removals.submit(_remove, trash)
+            return self._removals.submit(remove_folder, trash)
         nothing = Future[bool]()
         nothing.set_result(known)
         return nothing
@@ -274,7 +276,7 @@ class SessionManager:
         return trash
 
 
-def _remove(trash: Path) -> bool:
+def remove_folder(trash: Path) -> bool:
     """Remove a directory, in a process of its own: many files take no time from the thread that writes."""
     with directory(trash.parent) as top:
         os.fsync(top)

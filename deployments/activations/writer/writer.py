@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -23,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import pyarrow as pa
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import OPERATOR, Account, RunFacts, RunName, StoredRun, StoreError, explain
+from deployments.activations.facts import OPERATOR, Account, Note, RunFacts, RunName, StoredRun, StoreError, explain
+from deployments.activations.files.places import path_of
 from deployments.activations.limits import Retention
 from deployments.activations.segments.checksums import described
 from deployments.activations.segments.schema import batch_metadata
@@ -31,6 +31,7 @@ from deployments.activations.state.owners import Owners
 from deployments.activations.writer.group_commit import Commits
 from deployments.activations.writer.open_runs import Chunk, OpenRuns, check_name
 from deployments.activations.writer.pool import Pool
+from deployments.activations.writer.recovery import seal_left
 from deployments.activations.writer.retention import SessionManager
 from deployments.errors import RequestError
 
@@ -44,7 +45,7 @@ Batches = Sequence[pa.RecordBatch]
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.02  # for which a commit waits for what still comes, as long as anything does
-_LOOK_S = 60.0  # between two looks for sessions that are too old
+_LOOK_S = 60.0  # between two looks for sessions that are too old, and files that were left without a footer
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
 
@@ -86,7 +87,8 @@ class Writer:
         self._runs = OpenRuns(root, catalogue, self._pool, self._manager, lease_s)
         self._commits = Commits(root, catalogue, self._runs, wake)
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="activation-expiry")
-        self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
+        self._look = time.monotonic() + _LOOK_S  # when to look for what is too old, or was left
+        self._unsealable = set[str]()  # the URIs of files that get no footer
         self._asked: list[Future[Any]] = []  # and perhaps not answered
         self._closing = threading.Lock()
         self._closed = self._failed = False
@@ -141,7 +143,7 @@ class Writer:
 
         def work() -> Future[list[str]]:
             self._manager.retention = retention
-            self._look = math.inf if retention.max_session_age_s is None else time.monotonic() + _LOOK_S
+            self._look = time.monotonic() + _LOOK_S
             return self._expire(time.time() if now is None else now)
 
         return self._put(work)
@@ -236,6 +238,7 @@ class Writer:
             self._do(request)
         if time.monotonic() >= self._look:
             self._look = time.monotonic() + _LOOK_S
+            self._looks.submit(self._seal_left)
             self._expire(time.time()).add_done_callback(self._log)
         return not last
 
@@ -243,7 +246,7 @@ class Writer:
         """All that waits, or nothing once something is due."""
         self._asked = [future for future in self._asked if not future.done()]
         due = min(self._pool.due, self._runs.due, self._look)
-        forever = self._commits.under_way or due == math.inf  # the end of what is under way comes by the queue as well
+        forever = self._commits.under_way  # its end comes by the queue as well
         try:
             first = self._queue.get(timeout=None if forever else max(0.0, due - time.monotonic()))
         except Empty:
@@ -323,6 +326,28 @@ class Writer:
             return [name for name in old if self._put(partial(self._manager.expire, name, now)).result()]
 
         return self._looks.submit(expire)
+
+    def _seal_left(self) -> None:
+        """Seal files that nobody writes: of writers of other nodes that were killed, or on a disk that was full."""
+        try:
+            left = set(self._catalogue.unsealed()) - self._unsealable
+            for uri in left and left - self._put(lambda: self._pool.own).result():
+                known = {entry.facts.run_id for entry in self._catalogue.of_file(uri)}
+                try:
+                    if note := seal_left(path_of(uri), known):
+                        self._put(partial(self._add_left, note)).result()
+                except (OSError, StoreError):
+                    raise
+                except Exception:  # whatever is in it: the other files are sealed all the same
+                    logger.exception("%s cannot be sealed: it is left as it is", uri)
+                    self._unsealable.add(uri)
+        except (OSError, StoreError) as error:
+            if not self._closed:
+                logger.error("files without a footer are sealed later: %s", error)
+
+    def _add_left(self, note: Note) -> None:
+        if path_of(note.file.uri).exists():  # its session was not deleted meanwhile
+            self._catalogue.add(note)
 
     def _log(self, expired: Future[list[str]]) -> None:
         if not self._closed and (error := expired.exception()):

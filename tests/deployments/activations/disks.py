@@ -13,6 +13,7 @@ import torch
 from deployments.activations import load
 from deployments.activations.facts import StoreError
 from deployments.activations.writer.room import Room
+from tests.waiting import until
 
 POINT = "layers.0.output"
 BYTES = 2 << 20
@@ -136,3 +137,20 @@ def test_what_is_written_to_a_disk_that_was_taken_away_is_not_said_to_be_stored(
     sender.finish(after)
     assert sender.listed() == ["after", "before"]
     assert_readable(tmp_path, before, after)
+
+
+def test_what_the_bucket_has_leaves_a_disk_that_is_full_and_is_fetched_once_there_is_room(
+    make, disk, head, bucket, tmp_path
+):
+    one = head()
+    made = make("r", {POINT: torch.randn(1000, 100)})
+    one.archived(made)
+    fill(tmp_path / "filler")
+    until(lambda: one.run("r")["points"][POINT]["uri"].startswith("s3:"))
+    until(lambda: not list((one.root / "session").iterdir()))
+    uri = one.run("r")["points"][POINT]["uri"]
+    assert not one.archive.cache.restore([uri])
+    assert torch.equal(load(bucket.uri("session"), "r", verify=True)[POINT], made.points[POINT])
+    (tmp_path / "filler").unlink()
+    assert one.archive.cache.restore([uri])
+    assert_readable(one.root, made)

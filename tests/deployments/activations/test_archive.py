@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,14 @@ from safetensors.torch import load as tensors
 from deployments.activations import load, runs
 from deployments.activations.__main__ import main
 from deployments.activations.actors.store import ActivationStore
-from deployments.activations.archive import archive
+from deployments.activations.archive import archive, uploads
 from deployments.activations.archive import claim as bucket_claim
 from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.archive.claim import InUseError
 from deployments.activations.catalogue import replaying
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
-from deployments.activations.catalogue.replaying import has_caught_up
+from deployments.activations.catalogue.replaying import has_caught_up, record
 from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, name_of
 from deployments.activations.filters import Choice, Filter
@@ -239,6 +241,38 @@ def test_pins_and_owners_outlive_a_head(bucket, head, make):
     assert [one["id"] for one in new.catalogue.sessions()] == ["pinned"]
     with pytest.raises(RequestError, match="pinned"):
         new.writer.delete("pinned").result()
+
+
+def test_a_pin_that_a_head_with_a_fast_clock_set_can_be_taken_away(bucket, head, make):
+    one = head()
+    one.archived(make("r"))
+    one.archive.manifest.write([record("pin", "session", True, time.time() + 3600)])
+    one.close()
+    new = head("new head")
+    assert new.writer.ask(lambda manager: manager.pin("session", False)).result()
+    until(lambda: not new.archive._records())
+    new.close()
+    assert Pins(head("newest head").root).names() == set()
+
+
+def test_pins_and_owners_outlive_the_states_database(bucket, head, make):
+    one = head()
+    one.owners.claim("hers", Account("alice", "use"), set, None)
+    one.archived(make("r", session_id="hers"), make("p", session_id="pinned"))
+    assert one.writer.ask(lambda manager: manager.pin("pinned", True)).result()
+    until(lambda: len(one.archive._records()) == 2)
+    one.close()
+    for path in one.root.glob(".state.sqlite*"):
+        path.unlink()
+    bucket.server.fails = lambda method, path: True
+    again = head()
+    assert again.owners.of("hers").owner == "alice"
+    assert again.writer.retain(Retention(max_session_age_s=1.0)).result() == ["hers"]
+    again.writer.ask(lambda manager: manager.pin("pinned", False)).result()
+    bucket.server.fails = lambda method, path: False
+    until(lambda: not again.archive._records())
+    again.close()
+    assert Pins(head().root).names() == set()
 
 
 def test_what_is_beyond_the_cache_leaves_the_disk_once_it_is_archived_and_is_read_from_the_bucket(bucket, head, make):
@@ -487,6 +521,9 @@ class OtherNode:
     def __init__(self, root, bucket) -> None:
         self.root, self.bucket = root, bucket
 
+    def known(self):
+        return ["node"]
+
     def upload(self, uri, size):
         upload_sealed(self.root / name_of(uri), size, self.bucket.place.file(name_of(uri)))
 
@@ -514,6 +551,24 @@ def test_what_is_on_its_way_to_the_bucket_while_its_session_is_deleted_does_not_
     assert [run["run_id"] for run in one.catalogue.runs()] == ["other"]
     one.close()
     assert [run["run_id"] for run in head("new head").catalogue.runs()] == ["other"]
+
+
+def test_uploads_of_a_node_that_is_slow_hold_up_no_other_nodes(bucket, head, make, open_sender):
+    sender, one, gate = open_sender(), head(), threading.Event()
+    for number in range(uploads.QUEUED + 1):
+        sender.finish(make(f"r{number}", session_id=f"s{number}"))
+    sender.writer.seal(None).result()
+    one.archive._elsewhere = node = OtherNode(sender.folder.parent, bucket)
+    node.upload = lambda uri, size: gate.wait()
+    known = sender.writer._catalogue
+    for session_id, file in known.all_files():
+        on_node = file._replace(uri=uri_of("node", name_of(file.uri)))
+        one.catalogue.add(Note(session_id, known.of_file(file.uri), on_node))
+    until(lambda: len(one.archive._uploads.begun) == uploads.QUEUED)
+    try:
+        one.archived(make("own"))
+    finally:
+        gate.set()
 
 
 def test_a_catalogue_that_was_made_again_learns_anew_what_the_bucket_has(bucket, head, make):

@@ -86,7 +86,7 @@ class ClientLog:
 
     def check(self, root: Path) -> None:
         """Compare it with what a store that starts there finds."""
-        recover(root)
+        recover(root).join()
         catalogue = Catalogue.rebuild(root)
         sessions = {item["id"]: catalogue.session(item["id"]) for item in catalogue.sessions()}
         for session in self.deleting - sessions.keys():

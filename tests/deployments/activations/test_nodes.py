@@ -27,13 +27,15 @@ from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import replay, snapshot_lines, write_snapshot
 from deployments.activations.export.exports import export
 from deployments.activations.facts import Account, Note, StoreError, names_a_session
+from deployments.activations.files.disk import scan
 from deployments.activations.files.places import Place
+from deployments.activations.filters import Filter
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.receiving import Home
 from deployments.activations.nodes.writer import NodeWriter
 from deployments.activations.reader.tables import table
 from deployments.activations.reader.training import ActivationRows
-from deployments.activations.state.nodes import node_of, uri_of
+from deployments.activations.state.nodes import Node, node_of, uri_of
 from deployments.activations.writer.recovery import mark
 from deployments.activations.writer.writer import Writer as SegmentWriter
 from deployments.errors import RequestError
@@ -190,7 +192,8 @@ def nodes(request, tmp_path, reader_of, monkeypatch):
     archive = request.getfixturevalue("bucket").uri("") if request.param == "archived" else None
     nodes = Nodes(here, here if request.param == "shared" else tmp_path / "there", reader_of, archive)
     monkeypatch.setattr("deployments.activations.nodes.files.writer_on", lambda *_: nodes.writer)
-    monkeypatch.setattr("deployments.activations.actors.store.node_writers", lambda root: [nodes.writer])
+    for caller in ("actors.store", "nodes.files"):
+        monkeypatch.setattr(f"deployments.activations.{caller}.node_writers", lambda root: [nodes.writer])
     monkeypatch.setattr(
         "deployments.activations.state.nodes.Nodes.is_alive", lambda self, node: nodes.writer.reached.is_set()
     )
@@ -239,6 +242,13 @@ def test_a_run_is_written_where_it_is_made_and_listed_by_the_store(nodes, big, e
     assert not nodes.session("session")["runs"][0]["available"]
 
 
+def test_a_run_that_was_answered_and_not_reported_is_found_by_its_id(nodes, big, monkeypatch):
+    monkeypatch.setattr("deployments.activations.nodes.reporting.GATHER_S", 60.0)
+    nodes.store_run(big("r"))
+    [run] = nodes.ask(nodes._reader_of(nodes.here).runs(Filter(runs=("r",))))
+    assert run["run_id"] == "r"
+
+
 def test_runs_are_stored_while_the_store_is_away_and_listed_when_it_is_back(nodes, big, eventually):
     nodes.store_run(big("a"))
     eventually(nodes.listed, lambda found: found == ["a"])
@@ -260,6 +270,29 @@ def test_a_writer_that_starts_again_tells_what_it_had_not_told(nodes, big, event
     nodes.there = nodes.open_there()
     nodes.store_run(big("c"))
     eventually(lambda: sorted(nodes.listed()), lambda found: found == ["a", "b", "c"])
+
+
+@only_shared
+def test_a_node_joins_while_the_stores_directory_is_looked_through_and_runs_are_listed(
+    nodes, big, eventually, monkeypatch
+):
+    nodes.store_run(big("a"))
+    eventually(nodes.listed, lambda found: found == ["a"])
+    gate, looking = threading.Event(), threading.Event()
+
+    def slow(*args):
+        looking.set()
+        gate.wait()
+        yield from scan(*args)
+
+    for module in ("catalogue", "rows"):
+        monkeypatch.setattr(f"deployments.activations.catalogue.{module}.scan", slow, raising=False)
+    try:
+        nodes.begin(nodes.here.join(Node("", "10.0.0.3", str(nodes.root), "other"))).result(10)
+        assert looking.wait(10)
+        assert nodes.listed() == ["a"]
+    finally:
+        gate.set()
 
 
 @only_own

@@ -18,6 +18,7 @@ from deployments.activations.segments.segments import is_sealed, whole_runs
 from deployments.activations.segments.verify import verify
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
+from tests.waiting import until
 
 POINT = "layers.0.output"
 
@@ -49,6 +50,19 @@ def test_a_file_is_sealed_behind_its_last_whole_run_or_removed_where_it_has_none
     assert {run.facts.run_id: run.first_row for run in whole_runs(kept)} == before == {"a": 0, "b": 3}
     assert all(torch.equal(load(kept, name)[POINT], rows) for name, rows in values.items())
     assert pa.ipc.open_file(str(kept)).read_all()["run_id"].unique().to_pylist() == ["a", "b"]
+
+
+def test_a_file_that_a_writer_left_beside_one_that_runs_is_sealed_too(left_files, open_sender, tmp_path, monkeypatch):
+    monkeypatch.setattr("deployments.activations.writer.writer._LOOK_S", 0.02)
+    kept, data = left_files[0], left_files[0].read_bytes()
+    sender = open_sender()
+    catalogue = sender.writer._catalogue
+    kept.write_bytes(data)  # as a killed writer of another node left it
+    kept.rename(other := kept.with_name("20260101T000000-00000000-000001.arrow"))
+    catalogue.look()
+    until(lambda: not catalogue.unsealed())
+    assert verify(other).state == "whole"
+    assert [run["run_id"] for run in catalogue.runs()] == ["a", "b"]
 
 
 def test_a_file_that_another_arrow_framed_otherwise_is_sealed_and_no_damage(left_files, tmp_path):
@@ -151,7 +165,7 @@ def test_what_was_on_its_way_in_or_out_is_removed_unless_somebody_holds_it(tmp_p
     (tmp_path / ".new-1").touch()
     with held(tmp_path / ".pull-going-on"), directory(tmp_path) as top:
         file = create(".new-going-on", top)
-        recover(tmp_path)
+        recover(tmp_path).join()
         os.close(file)
     assert {path.name for path in tmp_path.iterdir()} == {".pull-going-on", ".new-going-on"}
     recover(tmp_path)

@@ -172,6 +172,14 @@ def test_a_full_disk_refuses_with_what_to_do_and_changes_nothing(tmp_path):
     assert StoredProfiles(tmp_path).get("calm")["interventions"] == [ZERO]
 
 
+def test_a_database_that_is_there_is_opened_without_a_write_since_the_disk_may_be_full(tmp_path):
+    pins, log = Pins(tmp_path), tmp_path / f"{NAME}-wal"
+    pins.set("s", True)
+    before = log.read_bytes()
+    assert Pins(tmp_path).names() == {"s"}
+    assert log.read_bytes() == before
+
+
 def test_while_the_directory_is_away_it_is_read_and_nothing_is_taken_for_kept(tmp_path):
     root = tmp_path / "store"
     root.mkdir()

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
+from itertools import count
 
 import pytest
 import ray
@@ -14,7 +16,10 @@ from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.facts import StoreError
 from deployments.activations.limits import Retention
+from deployments.activations.state.state import NAME
+from deployments.activations.writer import retention
 from deployments.activations.writer.group_commit import Commits
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -156,6 +161,41 @@ def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_th
     assert asyncio.run(steps())["pinned"]
 
 
+def test_a_deletion_waits_for_no_other(make, store, monkeypatch):
+    gate, removals, real = threading.Event(), count(), retention.remove_folder
+    monkeypatch.setattr(retention, "remove_folder", lambda trash: (next(removals) or gate.wait()) and real(trash))
+
+    async def steps():
+        for name in ("large", "small"):
+            made = make("r", session_id=name)
+            await store.write(made.facts, [ray.put(made.batches[0])])
+        first = asyncio.create_task(store.delete("large"))
+        await wait_until(lambda: not store._catalogue.knows("large"))
+        assert await asyncio.wait_for(store.delete("small"), 30)
+        assert not first.done()
+        gate.set()
+        assert await first
+
+    try:
+        asyncio.run(steps())
+    finally:
+        gate.set()
+
+
+def test_after_any_error_nodes_that_come_back_are_looked_for_again(store, monkeypatch):
+    looks = list[int]()
+
+    def mark_lost(nodes):
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError("the disk is away")
+
+    monkeypatch.setattr("deployments.activations.actors.store._WATCH_S", 0.01)
+    monkeypatch.setattr("deployments.activations.state.nodes.Nodes.mark_lost", mark_lost)
+    store._watch()
+    until(lambda: len(looks) > 1)
+
+
 def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed(make, tmp_path):
     root = str(tmp_path / "shared")
     first, second, reader = connect(root), connect(root), connect_reader(root)
@@ -184,6 +224,27 @@ def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed
     finally:
         ray.kill(second)
         ray.kill(reader)
+
+
+def test_a_store_that_cannot_come_back_by_itself_does_once_it_can(tmp_path):
+    store = connect(str(tmp_path))
+    code = ray.get(store.code.remote())
+    kept = (tmp_path / NAME).rename(tmp_path / "aside")
+    (tmp_path / NAME).symlink_to(kept)  # is not followed
+    ray.kill(store, no_restart=False)
+    try:
+        for name in (".new-1", ".new-2"):  # each is removed at a start: at the second, one has failed
+            (tmp_path / name).touch()
+            until(lambda: not any(tmp_path.glob(".new-*")))
+        kept.rename(tmp_path / NAME)
+
+        def asked():
+            with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+                return ray.get(store.code.remote())
+
+        assert until(asked) == code
+    finally:
+        ray.kill(store)
 
 
 def test_a_uri_of_a_directory_is_refused(tmp_path):

@@ -271,9 +271,9 @@ def test_names_of_new_files_are_durable_before_their_runs_are_answered_and_not_m
 
 
 def test_runs_are_stored_while_the_files_of_a_deleted_session_are_being_removed(make, open_writer, monkeypatch):
-    writer, gate, real = open_writer(), threading.Event(), retention._remove
+    writer, gate, real = open_writer(), threading.Event(), retention.remove_folder
     write(writer, make("old", session_id="old"))
-    monkeypatch.setattr(retention, "_remove", lambda trash: gate.wait() and real(trash))
+    monkeypatch.setattr(retention, "remove_folder", lambda trash: gate.wait() and real(trash))
     deleted = writer.delete("old")
     write(writer, make("r"), make("again", session_id="old"))
     assert not deleted.done()

@@ -19,10 +19,11 @@ from ray import serve
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import OPERATOR
+from deployments.activations.facts import OPERATOR, Account
 from deployments.activations.filters import Choice, Filter
 from deployments.job import Job
 from deployments.options import NO_MODEL, Options
+from deployments.points.capture import Capture
 from serve_app.backend import backend, model_registry, served_model, waiting
 from serve_app.backend.backend import Backend
 from serve_app.backend.served_model import GRACE_S, ServedModel
@@ -127,6 +128,27 @@ def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
         assert asyncio.run(ask()) == [(503, "unavailable")] * 7
     monkeypatch.undo()  # it may take longer to go on
     assert asyncio.run(ask()) == [(404, "session_not_found")] * 3 + [(404, "tensor_not_found")] * 2
+    ray.kill(store)
+    ray.kill(reader)
+
+
+def test_while_the_store_does_not_answer_jobs_are_admitted_to_sessions_that_are_their_senders(
+    served, tmp_path, monkeypatch
+):
+    store, reader, alice = connect(str(tmp_path)), connect_reader(str(tmp_path)), Account("alice", is_admin=False)
+    asked = Backend(Options(model=NO_MODEL), "none", store, reader)
+
+    def admitted(session_id: str, account: Account = alice) -> Job:
+        job = Job("r", account, capture=Capture(points=["norm.output"]), session_id=session_id)
+        return asyncio.run(asked.admitted(job))
+
+    fence = admitted("hers").fence
+    monkeypatch.setattr(waiting, "STORE_S", 0.5)
+    with stopped(store):
+        assert admitted("hers").fence == fence
+        unknown = (admitted("new"), admitted("hers", Account("bob", is_admin=False)))
+        assert [(job.fence, "does not answer" in job.unstorable) for job in unknown] == [(None, True)] * 2
+    monkeypatch.undo()
     ray.kill(store)
     ray.kill(reader)
 
