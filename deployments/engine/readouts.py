@@ -1,4 +1,4 @@
-"""Readouts in a forward: the values of rows, for answers, for gates, and for conditions that end an answer."""
+"""Readouts in a forward pass: the values of rows for answers, gates and stop conditions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from deployments.engine.request import Request, ResolvedReadout
 from deployments.places.place import Place
 from deployments.readouts.values import Readout, Stack, largest
 
-MOST_STACKS = 64  # sets of readouts whose weights are kept side by side
+MOST_STACKS = 64  # sets of readouts whose concatenated weights are kept
 
 
 @dataclass(frozen=True)
 class ReadSpan:
-    """A sequence's part in a forward.
+    """The rows of one sequence in a forward pass.
 
     Attributes:
-        request: Its request.
-        readouts: Takes its values; None where it asks for none.
+        request: The sequence's request.
+        readouts: Collects its values; None if it requests none.
         start: The position of its first token that runs.
-        count: How many run.
-        row: The forward's row of the first.
-        decides: Whether its last row decides a token.
+        count: The number of tokens that run.
+        row: The first token's row in the forward pass.
+        decides: Whether its last row predicts the next token.
     """
 
     request: Request
@@ -42,7 +42,7 @@ class ReadSpan:
 
 @dataclass(frozen=True)
 class _Taker:
-    """Who reads consecutive rows at a place: a check, or a sequence's readout of this index."""
+    """A consumer of consecutive rows at a place: a check, or a sequence's readout with this index."""
 
     readout: Readout
     row: int
@@ -54,13 +54,13 @@ class _Taker:
 
 
 class Stacks:
-    """The weights of linear readouts that were read together, side by side; the last ones used are kept."""
+    """Concatenated weights of linear readouts that are read together; the most recent ones are kept."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[tuple[Readout, ...], Stack] = OrderedDict()
 
     def of(self, readouts: Iterable[Readout]) -> Stack:
-        """The stack of these readouts, each once."""
+        """The stack of these readouts, without repetition."""
         key = tuple(dict.fromkeys(readouts))
         if key not in self._of:
             self._of[key] = Stack(key)
@@ -72,7 +72,7 @@ class Stacks:
 
 @dataclass
 class _Found:
-    """What a product gave for those who take of it: [rows, columns] on the device, and each one's part."""
+    """The result of one product: [rows, columns] on the device, and the part for each consumer."""
 
     values: torch.Tensor
     features: torch.Tensor | None
@@ -80,18 +80,18 @@ class _Found:
 
 
 class ReadoutReader:
-    """What one forward's rows give.
+    """Reads the readouts of one forward pass.
 
     Attributes:
-        places: What to visit.
+        places: The places to read.
     """
 
     def __init__(self, spans: Sequence[ReadSpan], stacks: Stacks) -> None:
-        """Find the readers of each place.
+        """Group the consumers by place.
 
         Args:
             spans: The sequences that run.
-            stacks: Kept from forward to forward.
+            stacks: Kept between forward passes.
         """
         self._stacks = stacks
         self._stops = [(span, span.request.stop_when) for span in spans if span.request.stop_when and span.decides]
@@ -103,26 +103,26 @@ class ReadoutReader:
         self.places = list(self._takers)
 
     def take(self, place: Place, value: torch.Tensor) -> None:
-        """Read what is wanted of a place's value [..., *row], as it goes on."""
+        """Read a place's value [..., *row] in its final form."""
         if place in self._takers:
             self._found += _read(self._takers[place], value.reshape(-1, math.prod(place.shape)), self._stacks)
 
     def read_here(self, checks: Sequence[tuple[ThresholdCheck, int, int, int]], rows: torch.Tensor) -> None:
-        """Have checks read rows [rows, ...] that are about to be changed.
+        """Let checks read rows [rows, ...] that are about to be changed.
 
         Args:
-            checks: With its first row among these, which of the check's that is, and how many.
+            checks: Each check with the index of its first row in `rows`, that row's index in the check, and the row count.
             rows: The rows.
         """
         takers = [_Taker(check.source.readout, row, first, count, check) for check, row, first, count in checks]
         _read(takers, rows.flatten(1), self._stacks)
 
     def keep(self) -> dict[int, tuple[ThresholdCheck, int]]:
-        """Hand the values out.
+        """Pass the values on to the sequences.
 
         Returns:
-            By the row of the forward that decides a token: the condition that ends the answer before it, and the
-            position of the row that met it.
+            For each row that predicts a token: the condition that ends the answer before it, and the position of the
+            row that met it.
         """
         for found in self._found:
             values = found.values.cpu().numpy()
@@ -160,7 +160,7 @@ def _takers(span: ReadSpan) -> Iterable[tuple[Place, _Taker]]:
 
 
 def _read(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks) -> list[_Found]:
-    """Compute on rows [rows, hidden] what takers want; checks decide at once."""
+    """Compute the consumers' readouts of rows [rows, hidden]; checks decide at once."""
     linear = [taker for taker in takers if taker.readout.spec.kind == "linear"]
     found, reads = list[_Found](), list[CheckedValues]()
     if linear:
@@ -176,7 +176,7 @@ def _read(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks) -> list[
 
 
 def _compact(takers: Sequence[_Taker], rows: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:
-    """The rows that any taker wants, and where each of the forward's rows is among them."""
+    """The rows that any consumer needs, and the index of each original row among them."""
     wanted = sorted({row for taker in takers for row in range(taker.row, taker.row + taker.count)})
     if len(wanted) == len(rows):
         return rows, {row: row for row in wanted}
@@ -203,7 +203,7 @@ def _read_linear(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks, r
 def _read_features(
     readout: Readout, takers: Sequence[_Taker], rows: torch.Tensor, reads: list[CheckedValues]
 ) -> list[_Found]:
-    """An autoencoder's features, a few rows at a time: of each row the largest, and those that checks read."""
+    """An autoencoder's features, a few rows at a time: the largest of each row, and those that checks read."""
     some, at = _compact(takers, rows)
     tops = [asked.top_k or 0 for asked in map(_asked, takers) if asked]
     most = min(max(tops, default=0), readout.count)

@@ -73,8 +73,8 @@ class TextStream:
         try:
             text: str | None = self._stream.step(self._tokenizer.backend_tokenizer, token)
         except Exception as error:
-            # tokenizers raises nothing narrower. A decoder with byte fallback decodes invalid UTF-8 differently once more
-            # text follows, and the stream refuses to change text that it has returned.
+            # tokenizers raises nothing narrower. A decoder with byte fallback decodes invalid UTF-8 differently once
+            # more text follows, and the stream refuses to change text that it has returned.
             if "Invalid prefix" not in str(error):
                 raise
             self._waiting.append(token)
