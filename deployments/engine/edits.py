@@ -58,7 +58,7 @@ class Norms(_ByPosition):
 
     @property
     def median(self) -> float | None:
-        """The median, the lower one of two; None without rows. The first token's norm may be a hundred times as large."""
+        """Their median, the lower of two; None without rows. The first token's norm may be a hundred times as large."""
         made = [norm for norm in self.values if not math.isnan(norm)]
         return median_low(made) if made else None
 

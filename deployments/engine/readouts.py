@@ -111,7 +111,7 @@ class ReadoutReader:
         """Let checks read rows [rows, ...] that are about to be changed.
 
         Args:
-            checks: Each check with the index of its first row in `rows`, that row's index in the check, and the row count.
+            checks: Each check, the index of its first row in `rows`, that row's index in the check, and the row count.
             rows: The rows.
         """
         takers = [_Taker(check.source.readout, row, first, count, check) for check, row, first, count in checks]
