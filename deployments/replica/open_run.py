@@ -115,7 +115,7 @@ class OpenRun:
             if self._failed is None:
                 await self._runs.append(self, captured, self._parts)
                 self._parts += 1
-        except Exception as error:  # noqa: BLE001 - the answer is sent all the same, with the error in `activations_meta`
+        except Exception as error:  # noqa: BLE001 - the answer is sent, with the error in `activations_meta`
             self._fail(error)
         finally:
             done()
