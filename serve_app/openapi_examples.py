@@ -1,4 +1,4 @@
-"""Examples of requests and answers that `/openapi.json` shows."""
+"""Examples of requests and answers in `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_app.openapi import Responses, errors, failure
 
 
 def answers(example: Any, streamed: list[dict[str, Any]] | None = None) -> Responses:
-    """A success by an example, and where the route streams, by the events of one."""
+    """A successful answer with an example; if the route streams, also an example of its events."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}, "example": example}}
     if streamed is not None:
         events = [json.dumps(event) for event in streamed] + ["[DONE]"]
@@ -106,7 +106,7 @@ ARROW = "application/vnd.apache.arrow.stream"
 
 
 def _pages(content: dict[str, Any]) -> Responses:
-    """A download that is sent in pages."""
+    """A download in pages."""
     own = {"ETag": {"schema": {"type": "string"}, "example": '"5f2b0a71c3d94e6688f1a2b3c4d5e6f7"'}}
     span = {"Content-Range": {"schema": {"type": "string"}, "example": "bytes 0-4194303/271340544"}}
     texts = (
