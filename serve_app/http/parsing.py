@@ -23,8 +23,8 @@ def parsed(kind: type[M], raw: bytes) -> M:
     """Parse a JSON text into an object of this kind.
 
     Raises:
-        RequestError: It is not JSON in UTF-8, repeats a field of an object, has too many lists and objects, or has a field
-            that does not fit; names the first.
+        RequestError: It is not JSON in UTF-8, repeats a field of an object, or has too many lists and objects; or names
+            the first field that does not fit.
     """
     try:
         values = _values(raw.removeprefix(codecs.BOM_UTF8))
