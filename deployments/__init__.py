@@ -1,3 +1,6 @@
-"""The actors: model replicas with their engine, and the activation store."""
+"""The server's parts below HTTP: engine, replica, chat, points, activation store, and tools around them.
+
+HTTP is in `serve_app`, the Python client in `vitrine`, and evaluations are in `evals`.
+"""
 
 __version__ = "0.1.0"

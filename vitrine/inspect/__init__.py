@@ -1,4 +1,7 @@
-"""inspect_ai's model provider `vitrine/MODEL`, registered by an entry point; `model.py` is loaded on first use."""
+"""inspect_ai's model provider `vitrine/MODEL`, registered by an entry point; `model.py` is loaded on first use.
+
+Labels of its logs are in `evals.labels`.
+"""
 
 from __future__ import annotations
 
