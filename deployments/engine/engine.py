@@ -452,7 +452,7 @@ class Engine:
         try:
             if seq.readouts and reason != "error":
                 readouts = seq.readouts.take(ended=True)
-        except Exception as failed:
+        except Exception as failed:  # any error ends this request only
             logger.exception("request %s failed on its readouts", seq.request.id)
             captured, reason, error = None, "error", f"{type(failed).__name__}: {failed}"
         seq.memory.after = device_memory.held_bytes(self.model.device)

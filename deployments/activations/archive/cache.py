@@ -48,7 +48,7 @@ class Cache:
         self.grown = False
         try:
             self._evict()
-        except Exception:
+        except Exception:  # any error: retry in the next call, then re-raise
             self.grown = True
             raise
 

@@ -71,7 +71,7 @@ class Catalogue(Queries):
             lock = locked(root / LOCK)  # one process at a time writes the database
             try:
                 catalogue = cls(opened(root, partial(fill_new, manifest) if manifest else None), root, manifest)
-            except BaseException:
+            except BaseException:  # any error: release the lock, then re-raise
                 os.close(lock)
                 raise
         except (OSError, sqlite3.Error) as error:
