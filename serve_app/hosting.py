@@ -32,7 +32,7 @@ APP = "default"
 CHUNK = 4096  # bytes
 
 
-class Plan(BaseModel):
+class ServePlan(BaseModel):
     """The application to serve and its address.
 
     Attributes:
@@ -55,7 +55,7 @@ class Plan(BaseModel):
 def main() -> int:
     """Serve the plan on standard input until a signal stops it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    plan = Plan.model_validate_json(sys.stdin.readline())
+    plan = ServePlan.model_validate_json(sys.stdin.readline())
     if plan.attached:
         threading.Thread(target=_end_with_starter, daemon=True).start()
     try:
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 @contextmanager
-def hosted(plan: Plan) -> Iterator[None]:
+def hosted(plan: ServePlan) -> Iterator[None]:
     """The plan's server while the block runs.
 
     Raises:
@@ -102,7 +102,7 @@ def hosted(plan: Plan) -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_room(http: Any, plan: Plan) -> None:
+def _check_room(http: Any, plan: ServePlan) -> None:
     if http.port != plan.port:
         raise RuntimeError(f"Ray Serve runs in this cluster and listens at port {http.port}, not at {plan.port}")
     if APP in serve.status().applications:
@@ -128,7 +128,7 @@ def _remove(serve_too: bool) -> None:
             serve.delete(name)
 
 
-def _write_record(plan: Plan) -> None:
+def _write_record(plan: ServePlan) -> None:
     """Write atomically and readable only by this user: a store's URI may contain a key."""
     process = psutil.Process()
     content = {

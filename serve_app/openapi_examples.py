@@ -42,15 +42,15 @@ COMPLETION = answers(
     [_head("text_completion") | {"choices": [PIECE | {"text": " 36"}]}],
 )
 
-_SPOKEN = {"messages": [{"role": "user", "content": "Ann has 3 boxes of 12 pens. How many pens is that?"}]}
+_CHAT = {"messages": [{"role": "user", "content": "Ann has 3 boxes of 12 pens. How many pens is that?"}]}
 CHAT_EXAMPLES: dict[str, Any] = {
-    "plain": {"value": {"model": "vitrine-demo", **_SPOKEN, "temperature": 0, "max_tokens": 64}},
-    "streamed": {"value": {"model": "vitrine-demo", **_SPOKEN, "stream": True, "max_tokens": 64}},
+    "plain": {"value": {"model": "vitrine-demo", **_CHAT, "temperature": 0, "max_tokens": 64}},
+    "streamed": {"value": {"model": "vitrine-demo", **_CHAT, "stream": True, "max_tokens": 64}},
     "activations": {
         "summary": "records two layers' outputs for every token",
         "value": {
             "model": "vitrine-demo",
-            **_SPOKEN,
+            **_CHAT,
             "max_tokens": 64,
             "capture": {"points": ["layers.1.output", "layers.3.output"]},
             "session_id": "first-steps",
@@ -60,7 +60,7 @@ CHAT_EXAMPLES: dict[str, Any] = {
         "summary": "two layers' top tokens at the position that predicts each token",
         "value": {
             "model": "vitrine-demo",
-            **_SPOKEN,
+            **_CHAT,
             "max_tokens": 16,
             "logit_lens": {"layers": [1, -1], "top_k": 3},
         },

@@ -188,7 +188,7 @@ class Entry(NamedTuple):
         return StoredRun(self.facts.run_id, self.facts.session_id, points, self.bytes)
 
 
-class Note(NamedTuple):
+class FileUpdate(NamedTuple):
     """Runs of one file that are durable, and the file as it is now."""
 
     session_id: str

@@ -27,7 +27,7 @@ POLL_S = 20.0  # the longest that a listener's call waits
 LISTENER_TIMEOUT_S = 60.0  # without a sign of life from its ingress after which a listener has gone
 RESULTS_BYTES = 1 << 30  # of all results together; the oldest of the owner with most bytes are removed first
 
-_NOBODY = "no client is connected with this id: subscribe first", "session_id", "session_not_found", 404
+_NO_LISTENER = "no client is connected with this id: subscribe first", "session_id", "session_not_found", 404
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class Board:
             RequestError: There is no such listener.
         """
         if listener not in self._listeners:
-            raise RequestError(*_NOBODY)
+            raise RequestError(*_NO_LISTENER)
         found = self._listeners[listener]
         self._sweep()
         try:
@@ -123,7 +123,7 @@ class Board:
         """
         self._sweep()
         if listener is not None and (listener not in self._listeners or self._listeners[listener].owner != owner):
-            raise RequestError(*_NOBODY)
+            raise RequestError(*_NO_LISTENER)
         if len(self._jobs) >= MOST_JOBS:
             ended = [(name, job.owner) for name, job in self._jobs.items() if job.ended]  # the oldest first
             if not ended:

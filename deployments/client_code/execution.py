@@ -116,16 +116,16 @@ def _saved(tracer: Any) -> dict[str, Any]:
 
     `Tracer.__exit__` does the same around a local block.
     """
-    tracer.info.frame.f_locals = pushed = _Pushed(tracer.info.frame.f_locals)
+    tracer.info.frame.f_locals = names = _FrameNames(tracer.info.frame.f_locals)
     inc()
     try:
         tracer.execute(tracer.info.code)
     finally:
         dec()
-    return pushed.saved
+    return names.saved
 
 
-class _Pushed(dict[str, Any]):
+class _FrameNames(dict[str, Any]):
     """A frame's names, that notes what is written back into it."""
 
     def __init__(self, names: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ class Example(NamedTuple):
     tags: dict[str, str]
 
 
-class Broken(NamedTuple):
+class InvalidExample(NamedTuple):
     """A line that is no example, and why."""
 
     place: str
@@ -69,7 +69,7 @@ class Fields:
     tags: Sequence[str] | None = field(default=None)
 
 
-def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[Example | Broken]:
+def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[Example | InvalidExample]:
     """The examples of a file, or of rows that are in memory, in their order.
 
     Raises:
@@ -81,7 +81,7 @@ def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[E
         try:
             yield _example(row, number, place, fields)
         except DataError as error:
-            yield Broken(place, str(error))
+            yield InvalidExample(place, str(error))
 
 
 def together(examples: Iterable[Example]) -> list[list[Example]]:

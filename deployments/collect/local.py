@@ -22,7 +22,7 @@ from ray.util.annotations import RayDeprecationWarning
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.clusters import this_node
-from deployments.collect.examples import Broken, Example, Fields, read, together
+from deployments.collect.examples import Example, Fields, InvalidExample, read, together
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 from deployments.engine.request import GREEDY
@@ -90,7 +90,7 @@ class _Blocks(Datasource):
             # As one row, which Ray Data cannot split.
             yield pa.table({"items": [json.dumps([item and [*item] for item in block])]})
 
-    def _once(self) -> Iterator[Example | Broken | None]:
+    def _once(self) -> Iterator[Example | InvalidExample | None]:
         """The items; None for an example that came shortly before, and may be with another engine now."""
         recent: dict[str, None] = {}
         for item in read(self._data, self._fields):
@@ -126,7 +126,9 @@ class EngineActor:
             given = json.loads(text)
             items = [item for item in given if item]
             outcome = Outcome(already_stored=len(given) - len(items))
-            outcome.failures += [str(Broken(*item)) for item in items if len(item) == len(Broken._fields)]
+            outcome.failures += [
+                str(InvalidExample(*item)) for item in items if len(item) == len(InvalidExample._fields)
+            ]
             examples = [Example(*item) for item in items if len(item) == len(Example._fields)]
             self._wait(self._collect(examples, outcome))
             results.append(json.dumps(outcome.__dict__))

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from deployments.collect.examples import NAME_TAG, Broken, DataError, Example, Fields, read, together
+from deployments.collect.examples import NAME_TAG, DataError, Example, Fields, InvalidExample, read, together
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 
@@ -80,8 +80,8 @@ def _client(base_url: str) -> httpx.Client:
 
 
 def _requests(
-    items: Iterator[Example | Broken], settings: Settings, stored: set[int]
-) -> Iterator[list[Example | Broken | None]]:
+    items: Iterator[Example | InvalidExample], settings: Settings, stored: set[int]
+) -> Iterator[list[Example | InvalidExample | None]]:
     """The examples of each request; apart from them, what is broken, and None for what is stored or came before.
 
     Args:
@@ -90,9 +90,9 @@ def _requests(
         stored: Examples that are stored, as `_number` has them; those that come are added.
     """
     while block := list(islice(items, settings.block)):
-        examples, others = list[Example](), list[Broken | None]()
+        examples, others = list[Example](), list[InvalidExample | None]()
         for item in block:
-            if isinstance(item, Broken):
+            if isinstance(item, InvalidExample):
                 others.append(item)
             elif (number := _number(settings.name(item))) in stored:
                 others.append(None)
@@ -132,9 +132,9 @@ class Collector:
                 return found
             after = page["runs"][-1]["run_id"]
 
-    def collect(self, items: list[Example | Broken | None]) -> Outcome:
+    def collect(self, items: list[Example | InvalidExample | None]) -> Outcome:
         """Run examples on the server; returns the outcome."""
-        outcome = Outcome(failures=[str(item) for item in items if isinstance(item, Broken)])
+        outcome = Outcome(failures=[str(item) for item in items if isinstance(item, InvalidExample)])
         outcome.already_stored = sum(item is None for item in items)
         if examples := [item for item in items if isinstance(item, Example)]:
             outcome.began = time.time()

@@ -27,7 +27,7 @@ ELEMENTWISE = (
     *(nn.Tanh, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Softplus, nn.Softsign, nn.Tanhshrink),
 )
 VECTOR = 64  # numbers that torch's elementwise loops take at once, at most; what is left over goes another way
-ALONE = 32768  # numbers up to which such a loop is one thread's
+SINGLE_THREAD_NUMBERS = 32768  # numbers up to which such a loop is one thread's
 PROBE_LENGTHS = (9, 1, 6)  # of prompts, beside a long one
 MOST_PROBED = 256  # tokens of that one
 
@@ -49,7 +49,7 @@ def make_batch_invariant(model: Model) -> None:
         raise UnsupportedModelError(
             "batch_invariant needs the attention kernel: a CPU, float32 or bfloat16, and a C compiler (cc)"
         )
-    rows = 2 * ALONE // hf.get_input_embeddings().embedding_dim + 3
+    rows = 2 * SINGLE_THREAD_NUMBERS // hf.get_input_embeddings().embedding_dim + 3
     lengths = (min(MOST_PROBED, model.context, rows), *PROBE_LENGTHS)
     prompts = [[(7 * i + 3 * n) % model.vocabulary for i in range(n)] for n in lengths]
     before = _run(model, prompts, lengths[0] // 2)
@@ -109,7 +109,7 @@ def _by_vectors(function: Any, x: torch.Tensor) -> torch.Tensor:
     """An elementwise function of rows x [..., features], each number by the same vector instructions."""
     width = x.shape[-1]
     rows = functional.pad(x.reshape(-1, width), (0, -width % VECTOR))
-    tiles = torch.split(rows, max(1, ALONE // rows.shape[-1]))
+    tiles = torch.split(rows, max(1, SINGLE_THREAD_NUMBERS // rows.shape[-1]))
     return torch.cat([function(tile) for tile in tiles])[:, :width].reshape(x.shape)
 
 

@@ -37,7 +37,7 @@ AGAIN_S = 1.0  # before another replica gets a request that a replica with an en
 DEPLOYMENT = "ModelReplica"
 
 # Errors of a call whose replica ends: Ray's, and gRPC's UNAVAILABLE, because messages travel by gRPC.
-GONE = (ray.exceptions.RayActorError, grpc.aio.AioRpcError)
+REPLICA_ENDED = (ray.exceptions.RayActorError, grpc.aio.AioRpcError)
 
 logger = logging.getLogger("ray.serve")
 
@@ -258,7 +258,7 @@ async def _asked(job: Job, ask: Callable[[], Awaitable[list[Message]]]) -> list[
     while True:
         try:
             first = await ask()
-        except GONE as error:
+        except REPLICA_ENDED as error:
             lost = isinstance(error, ray.exceptions.RayActorError) or error.code() is grpc.StatusCode.UNAVAILABLE
             if not left or not lost:
                 raise

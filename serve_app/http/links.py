@@ -18,7 +18,7 @@ from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError
 
 LASTS_S = 60.0
-MOST = 64  # unused links of an owner
+MOST_LINKS = 64  # unused links of an owner
 SENT_BYTES = 128 << 20  # bytes of an owner's downloads sent at once, and of a single one
 
 
@@ -57,8 +57,8 @@ class Links:
         """
         self._drop_ended()
         owner = link.account.owner
-        if sum(other.account.owner == owner for _, other in self._links.values()) >= MOST:
-            message = f"{MOST} download links wait to be used: use them, or wait {LASTS_S:.0f} s"
+        if sum(other.account.owner == owner for _, other in self._links.values()) >= MOST_LINKS:
+            message = f"{MOST_LINKS} download links wait to be used: use them, or wait {LASTS_S:.0f} s"
             raise ApiError(429, message, None, "server_busy")
         token = secrets.token_urlsafe(32)
         self._links[token] = (self._clock() + LASTS_S, link)

@@ -37,8 +37,8 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-ASKED = HEADERS | {"Cache-Control": "no-cache", "ETag": f'"{VERSION}"'}
-KEPT = HEADERS | {"Cache-Control": "max-age=31536000, immutable"}  # seconds
+REVALIDATED_HEADERS = HEADERS | {"Cache-Control": "no-cache", "ETag": f'"{VERSION}"'}
+CACHED_HEADERS = HEADERS | {"Cache-Control": "max-age=31536000, immutable"}  # seconds
 
 router = APIRouter(include_in_schema=False)
 
@@ -46,9 +46,9 @@ router = APIRouter(include_in_schema=False)
 @router.get("/")
 async def page(request: Request) -> Response:
     """The page itself, or 304 if the browser has it."""
-    if ASKED["ETag"] in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=ASKED)
-    return Response(_PAGE, headers=ASKED, media_type="text/html")
+    if REVALIDATED_HEADERS["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=REVALIDATED_HEADERS)
+    return Response(_PAGE, headers=REVALIDATED_HEADERS, media_type="text/html")
 
 
 @router.get("/page/{version}/{name}")
@@ -56,4 +56,4 @@ async def file(version: str, name: str) -> Response:
     """A script or style sheet of the page."""
     if version != VERSION or name not in FILES:
         raise ApiError(404, f"the page has no file {name[:200]!r} of this version", code="not_found")
-    return Response(_CONTENT[name], headers=KEPT, media_type=_TYPES[Path(name).suffix])
+    return Response(_CONTENT[name], headers=CACHED_HEADERS, media_type=_TYPES[Path(name).suffix])

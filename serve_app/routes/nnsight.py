@@ -33,7 +33,7 @@ from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.schemas.base import Name, WireModel, free_json
 
-OFF = "This server does not run client code; the operator can set allow_client_code=true"
+CODE_DISABLED = "This server does not run client code; the operator can set allow_client_code=true"
 NOT_CODE = "this key may not run client code: use a key with the role code or admin"
 
 
@@ -49,7 +49,7 @@ class Envelope(WireModel):
 
 
 def _off() -> ApiError:
-    return ApiError(403, OFF, None, "client_code_off")
+    return ApiError(403, CODE_DISABLED, None, "client_code_off")
 
 
 def _not_code() -> ApiError:

@@ -20,7 +20,7 @@ SEQUENCES_AT_ONCE = 256  # of these requests: four batches of a replica, so that
 ATTEMPTS = 6  # if connections break
 LONGEST_PAUSE_S = 30.0
 BUSY = (429, 503)
-LOST = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
+DISCONNECTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
 PAGE_BYTES = 4 << 20  # the most bytes in one answer of the server
 
 _T = TypeVar("_T")
@@ -109,7 +109,7 @@ class Transport:
                 pause = max(pause, _retry_after(answer))
                 if answer.status_code not in BUSY or attempts == 1 or time.monotonic() + pause > end:
                     raise ServerError.of(answer)
-            except LOST as error:
+            except DISCONNECTS as error:
                 lost += 1
                 if lost == attempts:
                     reason = str(error) or type(error).__name__

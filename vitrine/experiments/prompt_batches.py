@@ -12,7 +12,7 @@ from vitrine.server_error import ServerError
 Chat = Sequence[Mapping[str, Any]]  # messages, each with `role` and `content`
 Prompt = str | Chat
 
-MOST = 64  # prompts in a request: as many as share a forward pass of the server by default
+PROMPTS_PER_REQUEST = 64  # prompts in a request: as many as share a forward pass of the server by default
 MOST_CHARACTERS = 1 << 15  # of a request's prompts together, so that its activations stay within limits
 
 
@@ -35,7 +35,7 @@ def requests(prompts: Sequence[Prompt]) -> list[list[int]]:
     left = 0  # characters that still fit into the last request
     for place in sorted(range(len(prompts)), key=lambda place: (is_chat(prompts[place]), len(prompts[place]))):
         size = MOST_CHARACTERS if is_chat(prompts[place]) else max(1, len(prompts[place]))
-        if size > left or len(found[-1]) >= MOST:
+        if size > left or len(found[-1]) >= PROMPTS_PER_REQUEST:
             found.append([])
             left = MOST_CHARACTERS
         found[-1].append(place)

@@ -25,7 +25,7 @@ ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes
 # A run that another file holds already stays that file's.
 _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,
     offset, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
-_KEPT = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
+_FACT_NAMES = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
 
 # A file that changed less than this before it was looked at may change again without showing another time.
 _TICK_NS = 2_000_000_000
@@ -43,7 +43,7 @@ def _row(session_id: str, file: int, entry: Entry) -> tuple[Any, ...]:
     """A run as the table holds it, without what may be a thousand times as long as all else."""
     facts = entry.facts
     tags = "\n".join(["", *(tag_line(name, value) for name, value in facts.tags.items()), ""])
-    said = json.dumps({name: getattr(facts, name) for name in _KEPT} | {"session_id": session_id})
+    said = json.dumps({name: getattr(facts, name) for name in _FACT_NAMES} | {"session_id": session_id})
     return (
         *(session_id, facts.run_id, file, float(facts.created), str(facts.model), facts.sample_id, tags),
         *(int(facts.tokens), entry.bytes, entry.rows, entry.first_row, entry.offset, said),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Note
+from deployments.activations.facts import FileUpdate
 from deployments.activations.files.disk import Mount
 from deployments.activations.segments.segment_writer import Segment
 
@@ -140,5 +140,5 @@ class Pool:
         told = [segment for segment, done in self._closing.items() if done.done() or segment in wait_for]
         for segment in told:
             self._closing.pop(segment).result()
-        if added := [Note(segment.session_id, (), segment.facts()) for segment in told if segment.rows]:
+        if added := [FileUpdate(segment.session_id, (), segment.facts()) for segment in told if segment.rows]:
             self._catalogue.add(*added)

@@ -26,7 +26,7 @@ from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import has_caught_up
 from deployments.activations.export.exports import export
-from deployments.activations.facts import Account, Note, StoreError, name_of
+from deployments.activations.facts import Account, FileUpdate, StoreError, name_of
 from deployments.activations.filters import Choice, Filter
 from deployments.activations.limits import Retention
 from deployments.activations.reader.sources import segments
@@ -504,7 +504,7 @@ def test_what_is_on_its_way_to_the_bucket_while_its_session_is_deleted_does_not_
     one = head()
     one.archive._elsewhere = OtherNode(sender.folder.parent, bucket)
     with bucket.server.holding("PUT", held) as reached:
-        one.catalogue.add(Note(session_id, runs_on_it, file._replace(uri=uri_of("node", name_of(file.uri)))))
+        one.catalogue.add(FileUpdate(session_id, runs_on_it, file._replace(uri=uri_of("node", name_of(file.uri)))))
         assert reached.wait(10)
         one.store(made)
         assert one.writer.delete("session").result(10)
