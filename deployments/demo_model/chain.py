@@ -132,7 +132,7 @@ def _ask(t: ProblemDraft, stock: int) -> None:
 
 
 def chain(t: ProblemDraft) -> None:
-    """A beginning, one to three changes, and a question."""
+    """An initial stock, one to three changes, and a question."""
     stock = _begin(t)
     for _ in range(t.rng.randint(1, 3)):
         stock = _change(t, stock)

@@ -64,7 +64,7 @@ def packed_attention(configs: Sequence[Any], cache: PagedCache, batch_invariant:
     Args:
         configs: The model's, as `configs_of` finds them.
         cache: With `packed` set.
-        batch_invariant: Compute each token's pattern by itself, so that its bits are the same in any company.
+        batch_invariant: Compute each token's pattern by itself, so that its bits do not depend on other sequences.
     """
     before = [(config, config._attn_implementation) for config in configs]
     try:

@@ -47,7 +47,7 @@ class Model:
         eos: Token ids that end a text.
         head: The path of the module that gives the logits.
         packs: Whether sequences share a forward; others run one at a time.
-        batch_invariant: Whether a sequence has the same bits in any company.
+        batch_invariant: Whether a sequence has the same bits beside any other sequences.
         shared: What other processes need to run it on the same weights, where they may.
         revision: Which files it was loaded from, as `revision_of` says it.
         unembedding: From a layer's output to logits.

@@ -122,7 +122,7 @@ class Tokens(NamedTuple):
 
     @property
     def apart(self) -> bool:
-        """Whether they are no beginning or end of the sequence or its answer, but a part by itself."""
+        """Whether they are neither a prefix nor a suffix of the sequence or its answer."""
         return self.few is not None or (self.stop is not None and self.first > 0)
 
     def within(self, start: int, stop: int) -> Sequence[int]:

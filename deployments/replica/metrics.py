@@ -33,7 +33,7 @@ COUNTERS = {
     "steps": "Forwards.",
     "tokens": "Tokens generated.",
     "preempted": "Requests that lost their pages and were run again.",
-    "cached_tokens": "Prompt tokens that were run for an earlier request with the same beginning.",
+    "cached_tokens": "Prompt tokens reused from an earlier request with the same prefix.",
     "out_of_memory": "Forwards that found no memory.",
 }
 

@@ -14,7 +14,7 @@ from evals.report.page import template
 from evals.results.results import write_whole
 from evals.scoring import RULES
 
-OWN_RULES_NOTE = "outcomes and rewards are by each run's own rule: --resume --rule scores a run anew by another"
+OWN_RULES_NOTE = "outcomes and rewards are by each evaluation's own rule: --resume --rule scores one anew by another"
 MAX_WIDTH = 48  # characters of a setting on the screen
 
 
@@ -25,10 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the options; without it the process's own.
 
     Returns:
-        0; 2 where a directory holds no finished run, or they have nothing to compare.
+        0; 2 where a directory holds no finished evaluation, or they have nothing to compare.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m evals.compare", description="Compare runs with the first one.", allow_abbrev=False
+        prog="python -m evals.compare", description="Compare evaluations with the first one.", allow_abbrev=False
     )
     parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="results directories, two or more")
     parser.add_argument("--html", type=Path, help="also write a self-contained page")

@@ -61,7 +61,7 @@ def load_runs(directories: Sequence[Path]) -> list[Run]:
     """Results directories by their names, as they were given; with as much of their paths as distinguishes them.
 
     Raises:
-        EvalError: one holds no finished run, or is named twice, perhaps by a link.
+        EvalError: one holds no finished evaluation, or is named twice, perhaps by a link.
     """
     given = [directory.expanduser() for directory in directories]
     real: dict[Path, Path] = {}
@@ -94,7 +94,7 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
         return _corrected(found)
     if any(len(run.summary["conditions"]) != 1 for run in runs):
         listed = "; ".join(f"{run.name} has {', '.join(run.summary['conditions'])}" for run in runs)
-        raise EvalError(f"the runs share no condition: {listed}")
+        raise EvalError(f"the evaluations share no condition: {listed}")
     only = [(run, next(iter(run.summary["conditions"]))) for run in runs]
     return _corrected([_compared(" and ".join(key for _, key in only), only)])
 

@@ -1,4 +1,4 @@
-"""The short text that a run ends with."""
+"""The summary that an evaluation prints at its end."""
 
 import platform
 from collections.abc import Callable

@@ -183,8 +183,8 @@ def check_same(config: Config) -> None:
     options = (earlier.model_dump(mode="json"), config.model_dump(mode="json", exclude={"resume"}))
     if differing := changed(*options, MAY_DIFFER - {"rule", "rewards", "transfer_activations"}):
         raise EvalError(
-            f"{config.results_dir} is a run with other {', '.join(differing)}; a report takes them from there, and "
-            "--resume goes on with others where it can"
+            f"{config.results_dir} is an evaluation with other {', '.join(differing)}; a report takes them from there, "
+            "and --resume goes on with others where it can"
         )
 
 
@@ -232,7 +232,7 @@ def report(config: Config, incomplete: str | None) -> int:
         0; 1 if a sample failed or is missing, or activations that were to be stored are not known to be.
 
     Raises:
-        EvalError: the directory holds no run.
+        EvalError: the directory holds no evaluation.
     """
     summary = conclude(config.results_dir, incomplete, config)
     print(render(summary, config.results_dir))
