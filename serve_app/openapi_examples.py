@@ -142,7 +142,7 @@ IS_PINNED = failure(
     ApiError(409, "session 'first-steps' is pinned: unpin it before you delete it", "session_id", "session_pinned"),
 )
 IS_GONE = failure(
-    "The file of stored runs was taken away, though nobody deleted them.",
+    "The file of stored runs is missing, although they were not deleted.",
     ApiError(410, "the file ...-000001.arrow of stored runs was removed, with all of its runs", None, "file_gone"),
 )
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})

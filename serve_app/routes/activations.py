@@ -115,7 +115,7 @@ async def session(
     limit: Annotated[int, Query(ge=1, le=1000, description="Of its runs.")] = 100,
     after: Annotated[Id | None, Query(description="The id of the last run of the previous page.")] = None,
 ) -> dict[str, Any]:
-    """Show one session: its runs, the oldest first, with points and shapes, and the files that these runs lie in."""
+    """Show one session: its runs, the oldest first, with points and shapes, and the files of these runs."""
     return await backend.session(who, session_id, limit, after)
 
 

@@ -174,7 +174,7 @@ class GrammarCompiler:
 
         Raises:
             RequestError: It is too large, it or a schema in it is not valid or not supported, or the model's
-                tokenizer does not say which bytes its tokens stand for.
+                tokenizer does not define the bytes of its tokens.
         """
         if len(source) > MOST_CHARACTERS:
             message = f"as a grammar it has {len(source)} characters; the limit is {MOST_CHARACTERS}"
