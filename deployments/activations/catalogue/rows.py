@@ -108,7 +108,7 @@ def refresh(database: sqlite3.Connection, root: Path, manifest: Manifest | None 
 
 
 def move(database: sqlite3.Connection, uri: str, to: str, modified_ns: int = 0) -> bool:
-    """Say of a file that is in the bucket that it is to be read elsewhere; false where it is none."""
+    """Set another URI to read an archived file from; false if there is no such file."""
     moved = "UPDATE files SET uri = ?, modified_ns = ? WHERE uri = ? AND archived"
     if not database.execute(moved, (to, modified_ns, uri)).rowcount:
         return False

@@ -126,7 +126,7 @@ class StoredProfiles(State):
         return [_StoredProfile(*row) for row in self.rows(f"SELECT {columns} FROM profiles {which}", *values)]
 
     def _tell(self, is_news: bool) -> None:
-        """Have `defaults` give another version, if they changed; versions grow, also where the clock goes back."""
+        """Give `defaults` a new version after a change; versions increase even if the clock is set back."""
         if is_news:
             self._version = max(self._version + 1, time.time_ns())
 

@@ -60,7 +60,7 @@ class Commits:
         self._written.setdefault(segment, []).extend(answers)
 
     def begin(self) -> None:
-        """Have what is written made durable, unless a group is already."""
+        """Make written rows durable, unless a group commit is already running."""
         if self._syncs or not self._written:
             return
         written, self._written = self._written, {}

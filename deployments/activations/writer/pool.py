@@ -136,7 +136,7 @@ class Pool:
             self._tell(wait_for=[next(iter(self._closing))])
 
     def _tell(self, wait_for: Collection[Segment] = ()) -> None:
-        """Tell the catalogue of the segments that are closed."""
+        """Report closed segments to the catalogue."""
         told = [segment for segment, done in self._closing.items() if done.done() or segment in wait_for]
         for segment in told:
             self._closing.pop(segment).result()
