@@ -1,4 +1,4 @@
-"""Attention of packed rows: each reads the keys and values of its own sequence's pages, up to itself.
+"""Attention of packed rows: each reads the keys and values in its own sequence's pages, up to itself.
 
 transformers looks attention functions up by name; while the engine runs a forward, the model's config names the one
 registered here. For an unknown name transformers builds no mask, and none is needed.
@@ -23,18 +23,18 @@ from deployments.model.native import Call, kernel
 from deployments.places.attention_patterns import ROWS, patterns_of
 
 NAME = "vitrine_packed"
-THREAD_PRODUCTS = 500_000  # some 30 microseconds of a thread
-SPREAD = 2  # single rows share a gathered batch while the longest has at most so many times the shortest's pages
+THREAD_PRODUCTS = 500_000  # about 30 microseconds of a thread
+SPREAD = 2  # single rows share a gathered batch while the longest has at most this many times the shortest's pages
 
 
 class _Softmax(NamedTuple):
-    """How a row's products with keys become weights.
+    """How products of a row with keys become weights.
 
     Attributes:
-        scaling: Of the products.
+        scaling: The factor of the products.
         window: The most tokens that a row reads, itself included; 0 for all before it.
-        softcap: Bounds the products by its tanh; 0 for none.
-        sinks: [heads] logits that take weight and give nothing.
+        softcap: Limits the products by tanh; 0 for none.
+        sinks: [heads] logits that take weight without a value.
     """
 
     scaling: float
@@ -52,7 +52,7 @@ _running = _Running()
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
-    """The configs by which a model's modules choose their attention, each once."""
+    """The configs that select the attention of a model's modules, without repetition."""
     found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     return list(found.values())
 
@@ -62,8 +62,8 @@ def packed_attention(configs: Sequence[Any], cache: PagedCache, batch_invariant:
     """While open, a model's attention reads and writes a cache's pages as its `packed` says.
 
     Args:
-        configs: The model's, as `configs_of` finds them.
-        cache: With `packed` set.
+        configs: The model's configs from `configs_of`.
+        cache: The cache, with `packed` set.
         batch_invariant: Compute each token's pattern by itself, so that its bits do not depend on other sequences.
     """
     before = [(config, config._attn_implementation) for config in configs]
@@ -92,7 +92,7 @@ def _attend(
     is_causal: bool | None = None,
     **_options: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-    """Attention as transformers calls it, for one forward of packed rows.
+    """Attention as called by transformers, for one forward pass of packed rows.
 
     Args:
         module: The attention module.
@@ -100,7 +100,7 @@ def _attend(
         key: [1, kv_heads, rows, head_dim] of the same rows.
         value: [1, kv_heads, rows, features].
         attention_mask: None.
-        scaling: Of the products; the root of head_dim by default.
+        scaling: The factor of the products; by default one over the root of head_dim.
         sliding_window: The most tokens that a row reads, itself included.
         softcap: Bounds the products by its tanh.
         s_aux: [heads] logits of sinks, which take weight and give nothing.
@@ -108,10 +108,10 @@ def _attend(
         is_causal: Not False.
 
     Returns:
-        [1, rows, heads, features]; and of each span whose patterns are shown [heads, tokens, keys].
+        [1, rows, heads, features]; and [heads, tokens, keys] for each span whose patterns are shown.
 
     Raises:
-        TypeError: The model asks for what packed rows cannot have.
+        TypeError: The model uses a feature that packed rows do not support.
     """
     cache = _running.cache
     assert cache is not None, "only an engine's forward runs with it"
@@ -128,7 +128,7 @@ def _attend(
         out = _by_kernel(run, cache.packed, layer, query, key, value, softmax)
     else:
         out = _by_torch(cache.packed, layer, query, key, value, softmax)
-    shown = module.__dict__.get(ROWS)  # an attribute that is missing would cost a search of torch's
+    shown = module.__dict__.get(ROWS)  # a missing attribute would cost a search in torch
     patterns = None if shown is None else _shown_patterns(cache.packed, shown, layer, query, softmax)
     return out[None], patterns
 
@@ -136,7 +136,7 @@ def _attend(
 def _shown_patterns(
     packed: Packed, shown: Sequence[int], layer: Any, query: torch.Tensor, softmax: _Softmax
 ) -> list[torch.Tensor]:
-    """Of each span that is shown, its patterns [heads, tokens, keys]."""
+    """The patterns [heads, tokens, keys] of each shown span."""
 
     def pattern(span: TokenSpan, first: int, keys: torch.Tensor) -> torch.Tensor:
         queries = query[:, :, first : first + span.count].clone(memory_format=torch.contiguous_format)
@@ -169,7 +169,7 @@ def _by_kernel(
     value: torch.Tensor,
     softmax: _Softmax,
 ) -> torch.Tensor:
-    """[rows, heads, features] by the compiled kernel, which writes keys and values, too."""
+    """[rows, heads, features] by the compiled kernel, which also writes keys and values."""
     (_, heads, rows, size), width = query.shape, value.shape[3]
     out = query.new_empty(rows, heads, width)
     sinks = None if softmax.sinks is None else softmax.sinks.float().contiguous()
@@ -187,17 +187,17 @@ def _by_kernel(
 
 
 def _threads(products: int) -> int:
-    """How many threads are worth their start for so many products."""
+    """The number of threads that are worth starting for this many products."""
     return min(torch.get_num_threads(), 1 + products // THREAD_PRODUCTS)
 
 
-# ---- by torch's own operations, on a GPU and where there is no compiler
+# ---- by torch's own operations, on a GPU and without a compiler
 
 
 def _by_torch(
     packed: Packed, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: _Softmax
 ) -> torch.Tensor:
-    """[rows, heads, features]: a prompt's rows by themselves, single rows together with those of about their length."""
+    """[rows, heads, features]: a prompt's rows separately, single rows together with others of similar length."""
     width, device = value.shape[3], query.device
     pages, offsets, groups = _device_rows(packed, device)
     layer.keys[pages, :, :, offsets] = key[0].transpose(0, 1)
@@ -215,7 +215,7 @@ def _by_torch(
         keys = layer.keys[padded].permute(0, 2, 3, 1, 4).flatten(3)  # [group, kv_heads, head_dim, keys]
         values = layer.values[padded].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :width]
         reads = _read_by(own, padded.shape[1] * PAGE, softmax.window)  # [group, keys]
-        unread = ~reads[:, None]  # what lies there may not be finite, and 0 x NaN is NaN
+        unread = ~reads[:, None]  # unread memory may not be finite, and 0 x NaN is NaN
         keys, values = keys.masked_fill(unread[:, :, None], 0), values.masked_fill(unread[..., None], 0)
         rows_of = query[0].transpose(0, 1)[at, :, None]  # [group, heads, 1, head_dim]
         out[at] = _products(rows_of, keys.transpose(2, 3), values, reads[:, None, None], softmax).squeeze(2)
@@ -223,12 +223,12 @@ def _by_torch(
 
 
 class _DeviceRows(NamedTuple):
-    """Where a forward's rows lie, on a device: the same for every layer.
+    """The pages of a forward pass's rows on a device: the same for every layer.
 
     Attributes:
         pages: [rows] the page that each row is written to.
-        offsets: [rows] its place within that page.
-        groups: Single rows of about the same length: [group] rows, [group, pages] their tables, [group, 1] positions.
+        offsets: [rows] its offset within that page.
+        groups: Single rows of similar length: [group] rows, [group, pages] their tables, [group, 1] positions.
     """
 
     pages: torch.Tensor
@@ -253,7 +253,7 @@ def _device_rows(packed: Packed, device: torch.device) -> _DeviceRows:
 
 
 def _alike(singles: Sequence[tuple[int, TokenSpan]]) -> Iterator[list[tuple[int, TokenSpan]]]:
-    """Single rows in groups of about the same length."""
+    """Group single rows of similar length."""
     group: list[tuple[int, TokenSpan]] = []
     for one in sorted(singles, key=lambda one: one[1].start):
         if group and one[1].start // PAGE + 1 > SPREAD * (group[0][1].start // PAGE + 1):
@@ -284,13 +284,13 @@ def _pages(layer: Any, span: TokenSpan) -> torch.Tensor:
 
 
 def _reads(span: TokenSpan, window: int, device: torch.device) -> torch.Tensor:
-    """[1, 1, tokens, keys] which keys each token of a span reads."""
+    """[1, 1, tokens, keys] whether each token of a span reads each key."""
     stop = span.start + span.count
     return _read_by(torch.arange(span.start, stop, device=device)[:, None], stop, window)[None, None]
 
 
 def _read_by(own: torch.Tensor, keys: int, window: int) -> torch.Tensor:
-    """[rows, keys] which of so many keys rows at the positions `own` [rows, 1] read."""
+    """[rows, keys] whether rows at the positions `own` [rows, 1] read each of `keys` keys."""
     positions = torch.arange(keys, device=own.device)
     reads = positions <= own
     return reads & (positions > own - window) if window else reads
