@@ -89,7 +89,7 @@ def _alone(model: Model, prompt: list[int]) -> torch.Tensor:
 
 
 def _together(model: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """[vocabulary] the same of each prompt, after a forward pass of some pieces and one of the rest and single tokens."""
+    """[vocabulary] the same of each, after one forward pass of some pieces and one of the rest and single tokens."""
     cache = PagedCache(len(prompts))
     held = [SequenceKv([number]) for number in range(len(prompts))]
     assert max(map(len, prompts)) <= PAGE
