@@ -89,7 +89,7 @@ class Points:
             yield Point(names.get(place, path), place, place.shape)
 
     def more(self) -> Iterator[Point]:
-        """Points beside those of `iter`: `attention.heads`, a view of another, and `resid_mid`, which is no module's."""
+        """Points beside those of `iter`: `attention.heads`, a view of one, and `resid_mid`, which is no module's."""
         for layer in range(self.layer_count):
             for site in ("attention.heads", "resid_mid"):
                 if point := self._lookup(f"layers.{layer}.{site}"):
