@@ -1,6 +1,6 @@
-"""The parts of a server: models and their engine, the activation store, clients' code, and collecting in process.
+"""The server's parts below HTTP: engine, replica, chat, points, activation store, and tools around them.
 
-HTTP is `serve_app`'s.
+HTTP is in `serve_app`, the Python client in `vitrine`, and evaluations are in `evals`.
 """
 
 import os

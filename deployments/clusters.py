@@ -9,17 +9,17 @@ from typing import Any
 import ray
 
 NAMESPACE = "vitrine"
-HEAD = "node:__internal_head__"  # a resource that the head node alone has
-ON_HEAD = {HEAD: 0.001}  # of an actor that stays there
+HEAD = "node:__internal_head__"  # a resource that only the head node has
+ON_HEAD = {HEAD: 0.001}  # for an actor that stays there
 
 
 def join() -> bool:
-    """Join the cluster of `RAY_ADDRESS` or of this machine, or start one; whether it was started here.
+    """Join the cluster of `RAY_ADDRESS` or of this machine, or start one; returns whether it was started.
 
-    One that was started here ends with this process.
+    A started cluster ends with this process.
 
     Raises:
-        ConnectionError: `RAY_ADDRESS` names no cluster that answers.
+        ConnectionError: The cluster of `RAY_ADDRESS` does not answer.
     """
     settings: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
     given = os.environ.get("RAY_ADDRESS")
@@ -35,22 +35,22 @@ def join() -> bool:
 
 
 def detached(actor: type, name: str, **options: Any) -> Any:
-    """An actor class, to be made by `.remote(...)`, or found if it is there.
+    """An actor class whose `.remote(...)` creates the actor or finds the existing one.
 
-    Its actor is known by its name in the whole cluster, outlives the application that made it, ends with the cluster,
-    comes back by itself, and takes no core.
+    The actor has a name in the whole cluster, outlives the application that created it, ends with the cluster, restarts
+    automatically, and reserves no core.
 
     Args:
         actor: The class.
         name: The actor's name.
-        options: Ray's further options of it.
+        options: Further options of Ray.
     """
     own = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
     return ray.remote(actor).options(**own, max_restarts=-1, num_cpus=0, **options)
 
 
 def quiet_ray_data() -> None:
-    """Keep Ray Data's logs and progress bars from the terminal, and its actor for statistics from starting."""
+    """Keep Ray Data's logs and progress bars off the terminal, and do not start its statistics actor."""
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     from ray.data import DataContext
 

@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-LONGEST_NAME = 64  # characters of a name that others are compared with: comparing takes time with its square
+LONGEST_NAME = 64  # longer names are not compared with known ones, because comparing takes quadratic time
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`: did you mean 'tokens'?`, to end a message on an unknown name; empty where no known one is near.
+    """`: did you mean 'tokens'?`, to end a message about an unknown name; empty if no known name is similar.
 
     Args:
-        name: The unknown one; above `LONGEST_NAME` characters it is compared with none.
+        name: The unknown name; above `LONGEST_NAME` characters it is not compared.
         known: A few dozen short names.
     """
     found = difflib.get_close_matches(name, known, n=1) if len(name) <= LONGEST_NAME else []
@@ -22,17 +22,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as it was written.
+    """A request that cannot be served.
 
     Attributes:
-        message: What is wrong and what to do about it, for the user to read.
-        field: The request's field, as a path (`capture.points[0]`); None where no one field is at fault.
-        code: A stable word for programs (`context_length_exceeded`).
-        status: The HTTP status that says the same.
+        message: What is wrong and what to do, for the user.
+        field: The path of the wrong field (`capture.points[0]`); None if no single field is wrong.
+        code: A stable error code (`context_length_exceeded`).
+        status: The HTTP status.
     """
 
     def __init__(self, message: str, field: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
-        # All four go to `args`, so that the error survives pickling between processes whole.
+        # All four go to `args`, so that the error survives pickling.
         super().__init__(message, field, code, status)
         self.message = message
         self.field = field
@@ -57,7 +57,7 @@ class LoadError(RequestError):
 
     @classmethod
     def quoted(cls, text: str) -> LoadError | None:
-        """The last one that a text quotes, if there is any."""
+        """The last LoadError quoted in a text, if there is one."""
         _, mark, rest = text.rpartition(cls._MARK)
         if not mark:
             return None
@@ -67,10 +67,10 @@ class LoadError(RequestError):
 
 @contextmanager
 def naming(number: int, count: int) -> Iterator[None]:
-    """Name a prompt in refusals, where a job has several: `prompt[3]: ...`.
+    """Name a prompt in errors if a job has several: `prompt[3]: ...`.
 
     Raises:
-        RequestError: As within.
+        RequestError: The block's error.
     """
     try:
         yield

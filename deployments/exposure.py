@@ -1,4 +1,4 @@
-"""Refuses to start a server on which other users could run code or read stored data.
+"""Rejects the start of a server on which other users could run code or read stored data.
 
 There are two ways in. HTTP can require API keys. Ray's own ports, which every replica opens on all addresses and which
 unpickle what they receive, can require Ray's token.
@@ -16,15 +16,15 @@ from deployments.options import Options
 
 
 def check_ray(options: Options) -> None:
-    """Refuse to start on a Ray cluster whose ports take pickled calls from anybody.
+    """Reject a Ray cluster whose ports take pickled calls from everyone.
 
     Args:
-        options: The operator's.
+        options: The operator's options.
 
     Raises:
         LoadError: Ray's token authentication is off in this process, and `insecure_ray` is not set.
     """
-    # What the servers at Ray's ports go by; there is no public way to ask.
+    # What the servers at Ray's ports use; there is no public way to ask.
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     if options.insecure_ray or is_token_auth_enabled():
@@ -38,7 +38,7 @@ def check_ray(options: Options) -> None:
 
 
 def check_http(options: Options, has_keys: bool, host: str | None) -> None:
-    """Refuse to answer HTTP requests of everybody, unless the operator allows it.
+    """Reject answering everyone's HTTP requests, unless the operator allows it.
 
     Args:
         options: The operator's.
@@ -69,17 +69,17 @@ def check_http(options: Options, has_keys: bool, host: str | None) -> None:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a name or address means this machine to itself."""
+    """Whether a name or address refers to this machine only."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
-        return False  # another name, or none
+        return False  # another name, or empty
 
 
 def make_private(file: Path) -> None:
-    """Take a file from all but its user, where it is this user's; links are not followed, a missing file is none."""
+    """Make a file of this user private to this user; links are not followed, and missing files are ignored."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

@@ -6,5 +6,5 @@ import signal
 
 
 def terminate_as_interrupt() -> None:
-    """Make SIGTERM end this process, and its children, as Ctrl-C does; joining Ray sets another handler."""
+    """Make SIGTERM end this process and its children like Ctrl-C; joining Ray sets another handler."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

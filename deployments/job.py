@@ -1,4 +1,4 @@
-"""What the ingress sends to a replica: a request to generate, or a text to tokenize."""
+"""The ingress's message to a replica: a request to generate, or a text to tokenize."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ class Job:
 
     @property
     def may_store(self) -> bool:
-        """Whether it may store what it records."""
+        """Whether it may store its recorded rows."""
         return any(capture and capture.destination != "inline" for capture in (self.capture, self.default_capture))
 
     def changes(self, number: int) -> dict[str, Intervention]:
-        """What is changed in one of a prompt's choices, by the request's fields."""
+        """The interventions of one of a prompt's choices, by the request's fields."""
         return _fields("interventions", self.interventions) | (
             _fields(f"variants[{number}]", self.variants[number]) if self.variants else {}
         )
 
     @property
     def all_changes(self) -> dict[str, Intervention]:
-        """What is changed in any of its choices, by the request's fields."""
+        """The interventions of any of its choices, by the request's fields."""
         found = _fields("interventions", self.interventions)
         for number, variant in enumerate(self.variants):
             found |= _fields(f"variants[{number}]", variant)
@@ -128,12 +128,12 @@ class Job:
         return found | ({} if self.stop_when is None else {"stop_when": self.stop_when})
 
     def reader(self, field: str) -> Account:
-        """Who may read what the intervention of this field names."""
+        """The account that may read what the intervention of this field refers to."""
         listed = re.fullmatch(r"interventions\[(\d+)\]", field)
         return self.profile_account if listed and int(listed[1]) < self.profiled else self.account
 
     def refusal(self, error: RequestError) -> Refusal:
-        """Why it cannot be served, by the fields of its request."""
+        """The refusal of this job for an error, with the request's own field names."""
         message, name = error.message, self.fields.get(error.field or "", error.field)
         listed = re.match(r"interventions\[(\d+)\]", name or "")
         number = int(listed[1]) - self.profiled if listed else 0
@@ -150,7 +150,7 @@ def _fields(name: str, specs: Sequence[Intervention]) -> dict[str, Intervention]
 
 @dataclass(frozen=True)
 class Text:
-    """What is to be written as tokens: a prompt, or a chat by the model's template.
+    """A text to tokenize: a prompt, or a chat with the model's template.
 
     Attributes:
         prompt: The prompt; None for a chat.

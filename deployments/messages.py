@@ -1,4 +1,4 @@
-"""What a replica sends back to the ingress: small typed messages. `job.py` has what the ingress sends."""
+"""The replica's messages to the ingress; `job.py` has those to the replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from deployments.engine.request import StopReason
 
 ENGINE_ENDED = "the replica's engine has ended and is replaced: try again"  # a refusal's message
-NOT_TAKEN = "the replica's engine has ended, and has not begun this request: try again"  # likewise
+NOT_TAKEN = "the replica's engine has ended, and has not begun this request: try again"  # a refusal's message, too
 
 
 class TokenText(NamedTuple):

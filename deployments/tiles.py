@@ -11,14 +11,14 @@ TILE = 32  # rows
 
 
 def in_tiles(x: torch.Tensor, width: int, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Compute [..., width] of rows x [..., features], `TILE` rows at a time; zeros fill up the last tile.
+    """Compute [..., width] of rows x [..., features], `TILE` rows at a time; the last tile is padded with zeros.
 
-    Libraries choose the order of a sum by the shape of a product, so its shape must not depend on the other rows.
+    Libraries choose the order of a sum by the shape of a product, so the shape must not depend on the other rows.
 
     Args:
         x: The rows. The result has their dtype.
-        width: Entries of each row of the result.
-        product: Gives [TILE, width] of [TILE, features], each row from its own numbers alone.
+        width: The number of entries of each result row.
+        product: Maps [TILE, features] to [TILE, width], each row by itself.
     """
     rows = x.reshape(-1, x.shape[-1])  # [rows, features]
     out = x.new_empty(len(rows), width)

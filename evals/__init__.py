@@ -1,1 +1,4 @@
-"""GSM8K over Ray Data against an OpenAI API, with Vitrine's fields where activations are collected."""
+"""Evaluations and analyses over an OpenAI API and stored activations: GSM8K, labels, probes, outliers, reports.
+
+The server is in `serve_app` and `deployments`; `evals` reaches it only over HTTP, and reads its stored files.
+"""

@@ -20,12 +20,12 @@ HUB_DATASET = "openai/gsm8k"
 CONTROL = "control"
 # Parts of file names, which a dot sets apart.
 NAME = r"^[A-Za-z0-9_-]{1,64}$"
-MOST = 1 << 31  # of what is counted
+LARGEST = 1 << 31  # of what is counted
 MOST_NAMED = 5  # in a message
 # Strict: in a file, `samples: true` is a mistake and not 1.
 Whole = Annotated[int, Field(strict=True)]
-Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
-Natural = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
+Natural = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -76,7 +76,7 @@ class Config(ServingConfig):
     max_turns: Count = 12
     interventions: tuple[dict[str, Any], ...] = ()
     steer: tuple[str, ...] = ()  # variants; all without it
-    sweep: dict[Literal["layer", "scale"], tuple[Annotated[Number, Field(ge=-MOST, le=MOST)], ...]] = {}
+    sweep: dict[Literal["layer", "scale"], tuple[Annotated[Number, Field(ge=-LARGEST, le=LARGEST)], ...]] = {}
     readouts: tuple[ReadoutName, ...] = Field((), max_length=MOST_READOUTS)
     tools: Literal["native", "text"] = "native"
     max_failures: Natural | None = None

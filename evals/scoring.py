@@ -22,14 +22,14 @@ GOLD = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 # What may stand between #### and the number, and between its sign and its digits. Possessive (`*+`), so that no text
 # takes longer than its length.
 CURRENCY = r"(?:\\?[$€£¥₹])"
-BEFORE = rf"(?:[\s*_`~:=(\[{{]|{CURRENCY}|\\[(\[]|\\(?:text|math)\w*+|(?:the|final|answer|is)\b)*+"
+NUMBER_PREFIX = rf"(?:[\s*_`~:=(\[{{]|{CURRENCY}|\\[(\[]|\\(?:text|math)\w*+|(?:the|final|answer|is)\b)*+"
 NUMBER = r"[0-9]++(?:(?:,(?:\\!)?|\{,\}|\\,)[0-9]++)*+(?:\.[0-9]++)?+|\.[0-9]++"
 # No fraction, range, time, equation or longer number: none of these is the number that they begin with.
 OPERATOR = r"(?:[-+*/^=×÷·:−–x]|\\(?:times|cdot|div)\b)"
-ALONE = rf"(?![.,]?[0-9])(?![ \t]*{OPERATOR}[ \t]*[$0-9])(?![ \u00a0\u2009\u202f][0-9]{{3}}\b)"
+NUMBER_END = rf"(?![.,]?[0-9])(?![ \t]*{OPERATOR}[ \t]*[$0-9])(?![ \u00a0\u2009\u202f][0-9]{{3}}\b)"
 ITEM = r"(?<=\n)[0-9]+\.[ \t]+\S"  # of a list below ####
 NORMALIZED = re.compile(
-    rf"(?:####|\\boxed\s*+\{{){BEFORE}(?!{ITEM})(?P<number>(?P<sign>[-−])?{CURRENCY}?+(?P<digits>{NUMBER})){ALONE}",
+    rf"(?:####|\\boxed\s*+\{{){NUMBER_PREFIX}(?!{ITEM})(?P<number>(?P<sign>[-−])?{CURRENCY}?+(?P<digits>{NUMBER})){NUMBER_END}",
     re.IGNORECASE,
 )
 SEPARATOR = re.compile(r"[^0-9.]")

@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from deployments.options import DEMO, NO_MODEL, Options, mistakes  # first: it says which extra to install without Ray
+from deployments.options import DEMO, NO_MODEL, Options, mistakes  # first: names the missing extra without Ray
 
 # isort: split
-import click  # which `serve` is made with
+import click  # the library of `serve`'s commands
 from pydantic import ValidationError
-from ray._private.utils import read_ray_address  # the one way to learn whether `serve run` will start Ray
+from ray._private.utils import read_ray_address  # the only way to find out whether `serve run` will start Ray
 from ray.serve import Application
 
 from deployments.errors import LoadError
@@ -18,16 +18,16 @@ from serve_app.backend.deploying import GRPC, environment, replicas
 from serve_app.http.keys import Keys
 from serve_app.ingress import Ingress
 
-# Serve's proxies are none of this application's actors: they speak gRPC to the ingress where Ray was started with
-# this. `serve run serve_app:app` starts Ray, where none runs yet, after it has imported this module; elsewhere, put
-# it before `ray start` (as `cluster.yaml` does).
+# Serve's proxies are not actors of this application: they use gRPC to the ingress if Ray was started with this
+# variable. `serve run serve_app:app` starts Ray, if none runs yet, after it has imported this module. Otherwise, set
+# it before `ray start`, as `cluster.yaml` does.
 RAY_ENVIRONMENT = GRPC | {"RAY_SERVE_PROXY_USE_GRPC": "1"}
 for _name, _value in RAY_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 
 class UserMistake(click.ClickException):
-    """What `serve run` prints as one line, in place of a traceback."""
+    """An error that `serve run` prints as one line instead of a traceback."""
 
     exit_code = 2
 
@@ -36,13 +36,13 @@ def build_app(options: Options | dict[str, Any]) -> Application:
     """Compose the ingress and one model's replicas; both find the activation store by its directory.
 
     Args:
-        options: The operator's; as `serve run` and `serve deploy` give them, by name, they are checked here.
+        options: The operator's options; those that `serve run` and `serve deploy` pass by name are checked here.
 
     Raises:
-        ValueError: All that is wrong with the options; or the API keys are not written as they should be.
+        ValueError: The options are wrong, with all mistakes; or the API keys are malformed.
         OSError: The file with the API keys cannot be read.
-        UserMistake: Either, in place of it, where this is `serve run`; or there is no such model on this machine, which
-            will be the only one.
+        UserMistake: In `serve run`, instead of these; also if the model is not on this machine, the only one of the
+            cluster.
     """
     try:
         checked = options if isinstance(options, Options) else _checked(options)
@@ -59,7 +59,7 @@ def build_app(options: Options | dict[str, Any]) -> Application:
 
 
 def _will_start_ray() -> bool:
-    """Whether this is `serve run`, on a machine where no Ray runs yet."""
+    """Whether this is `serve run` on a machine where Ray does not run yet."""
     context = click.get_current_context(silent=True)
     return context is not None and not context.params.get("address") and read_ray_address() is None
 
@@ -75,7 +75,7 @@ def _checked(given: dict[str, Any]) -> Options:
 def _composed(options: Options) -> Application:
     ingress = Ingress.options(  # type: ignore[attr-defined]
         ray_actor_options={"num_cpus": 0, **environment(options)},
-        graceful_shutdown_timeout_s=options.request_timeout_s + 30,  # the replicas' streams go through it
+        graceful_shutdown_timeout_s=options.request_timeout_s + 30,  # the replicas' streams pass through it
     )
     models = [] if options.model == NO_MODEL else [replicas(options)]
     return ingress.bind(options, Keys.read(options.api_keys_file), *models)  # type: ignore[no-any-return]

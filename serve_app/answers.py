@@ -1,4 +1,4 @@
-"""Turns a replica's messages into OpenAI's answers, whole or streamed."""
+"""Converts a replica's messages into OpenAI's answers, whole or streamed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kind = Literal["chat", "completion"]
 
 @dataclass
 class AnswerChoice:
-    """One choice as it gathers."""
+    """One choice as its messages arrive."""
 
     text: str = ""
     reasoning: str = ""
@@ -48,15 +48,15 @@ class Answer:
     def __init__(
         self, kind: Kind, job_id: str, model: str, sequences: int, per_prompt: int, returned: int | None = None
     ) -> None:
-        """Begin an answer.
+        """Start an answer.
 
         Args:
             kind: Chat or completion.
             job_id: Becomes part of the answer's id.
             model: The model's id.
-            sequences: How many sequences are run.
-            per_prompt: How many of them share a prompt, which usage counts once.
-            returned: How many of those become choices, the likeliest; by default all.
+            sequences: The number of sequences that run.
+            per_prompt: The number of them for each prompt; usage counts a prompt once.
+            returned: The number of likeliest ones among these that become choices; by default all.
         """
         self._kind = kind
         self._logprobs = of_chat if kind == "chat" else of_completion
@@ -72,10 +72,10 @@ class Answer:
         }
 
     def whole(self, messages: Iterable[Message]) -> dict[str, Any]:
-        """The answer in one body.
+        """The answer as one body.
 
         Raises:
-            ApiError: The replica refused.
+            ApiError: The replica rejected the request.
         """
         for message in messages:
             self._note(message)
@@ -87,10 +87,10 @@ class Answer:
         return body | ({"activations_meta": meta} if meta else {})
 
     def refuse(self, messages: Iterable[Message]) -> None:
-        """Raise a refusal among the first messages, while the HTTP status can still say it.
+        """Raise a refusal among the first messages, while the HTTP status can still report it.
 
         Raises:
-            ApiError: There is one.
+            ApiError: There is a refusal.
         """
         for message in messages:
             if isinstance(message, Refusal):
@@ -102,13 +102,13 @@ class Answer:
         """The answer as server-sent events; an error becomes the last of them.
 
         Args:
-            gathered: What the replica goes on to say.
-            first: What it has said already.
+            gathered: The replica's further messages.
+            first: Its first messages.
             usage: Whether a chunk of usage is requested.
-            request_id: What the client and the log call the request.
+            request_id: The request's id for the client and the log.
         """
         if usage:
-            self._head["usage"] = None  # as OpenAI's: each chunk has the field, the last one its value
+            self._head["usage"] = None  # as OpenAI: each chunk has the field, and the last one its value
         try:
             if self._kind == "chat":
                 known = self._prompt_ids(first[0]) if first and not isinstance(first[0], Refusal) else {}
@@ -122,10 +122,10 @@ class Answer:
                 for message in messages:
                     for event in self._events(message):
                         yield event
-        except Exception as error:  # noqa: BLE001 - the status is sent already: the error goes into the stream
+        except Exception as error:  # noqa: BLE001 - the status is already sent: the error goes into the stream
             yield f"data: {json.dumps(render(error, request_id).body)}\n\n"
             return
-        # One chunk for both: the openai package keeps the usage of the last chunk alone.
+        # One chunk for both: the openai package keeps only the last chunk's usage.
         last: dict[str, Any] = {"usage": self._usage()} if usage else {}
         if meta := self._activations():
             last["activations_meta"] = meta
@@ -154,7 +154,7 @@ class Answer:
     # ---- whole
 
     def _best(self) -> list[AnswerChoice]:
-        """Of each prompt's sequences those that are returned, the likeliest first if there are more."""
+        """The returned sequences of each prompt; if some are left out, the likeliest in order."""
         if self._returned == self._per_prompt:
             return self._choices
         best = []
@@ -209,7 +209,7 @@ class Answer:
         }
 
     def _activations(self) -> dict[str, Any] | None:
-        """`activations_meta`; failed as a whole where one of its runs failed."""
+        """`activations_meta`; an error if one of its runs failed."""
         runs = [(i, choice.end.run) for i, choice in enumerate(self._choices) if choice.end and choice.end.run]
         if not runs:
             return None
@@ -236,7 +236,7 @@ class Answer:
             yield self._event([chunk])
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """What a piece adds: text first, then each part of a call by itself, since clients go by their order."""
+        """A piece's deltas: text first, then each part of a call separately, because clients rely on the order."""
         said: dict[str, Any] = {"reasoning_content": piece.reasoning, "content": piece.text}
         delta = {name: text for name, text in said.items() if text}
         if delta or not piece.tool_calls:
@@ -265,7 +265,7 @@ class Answer:
 
 
 def _norms(end: End) -> dict[str, Any]:
-    """A choice's field with the norms that interventions used as their unit."""
+    """The field of a choice with the norms that interventions used as their unit."""
     return {"norms": [one._asdict() for one in end.norms]} if end.norms else {}
 
 

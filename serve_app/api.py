@@ -34,22 +34,22 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     """The whole application.
 
     Args:
-        backend: The actors it asks.
-        options: The operator's.
-        keys: Who may ask.
+        backend: The actors behind the routes.
+        options: The operator's options.
+        keys: The API keys.
     """
     api = OpenApiApp(
         title="Vitrine",
         version=__version__,
         description="Hugging Face language models behind the OpenAI API, with their internals open.",
         responses=errors(400, 413, 500),
-        docs_url=None,  # which would load scripts of another origin
+        docs_url=None,  # it would load scripts from another origin
         redoc_url=None,
     )
     api.state.backend = backend
     api.state.bodies = Bodies()
     api.state.links = Links()
-    # The last that is added comes first.
+    # The middleware added last runs first.
     api.add_middleware(
         BodyLimits,
         max_body_bytes=options.max_body_bytes,
@@ -58,7 +58,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     )
     api.add_middleware(Guard, options=options, keys=keys)
     api.add_middleware(RequestIds)
-    if options.cors_origins:  # outside of the others, so that a page can read their refusals, too
+    if options.cors_origins:  # outside the others, so that a page can also read their refusals
         api.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
@@ -67,12 +67,12 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
             expose_headers=["X-Request-Id", "Retry-After", "Accept-Ranges", "Content-Range", "ETag", PROFILE],
         )
     install(api)
-    # These take any query: load balancers and browsers add what is theirs, and a socket has no body to answer with.
+    # These accept any query: load balancers and browsers add parameters, and a socket has no body for an error.
     api.include_router(open_to_all)
     api.include_router(documentation.router)
     if options.page:
         api.include_router(page_files.router)
-    api.include_router(nnsight.sockets)  # the guard looks at its key, too
+    api.include_router(nnsight.sockets)  # the guard checks its key, too
     vitrine = (tokens, explored, models, activations, links, tensors, readouts, profiles)
     for router in (openai, served, *vitrine, nnsight.router, server):
         if keys:

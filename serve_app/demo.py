@@ -12,7 +12,7 @@ SAMPLES = 20
 
 
 def main() -> None:
-    """Become the evaluation, so that signals and the exit status are its own."""
+    """Replace this process by the evaluation, so that signals and the exit status are the evaluation's."""
     command = [sys.executable, "-m", "evals.gsm8k", "--serve", DEMO, "--base-url", "http://127.0.0.1:0/v1"]
     command += ["--samples", str(SAMPLES), "--collect-activations"]
     command += ["--results-dir", str(home() / "results" / time.strftime("demo-%Y%m%dT%H%M%S"))]

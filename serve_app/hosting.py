@@ -1,8 +1,8 @@
 """Serves the app for another program: `python -m serve_app.hosting < plan.json`.
 
 It joins the Ray cluster of `RAY_ADDRESS` or of this machine, or starts one. Once the model serves, it writes the
-plan's record and runs until SIGTERM or SIGINT. If the plan says `attached`, it also ends when its standard input
-closes, so that it ends with the program that started it. At the end it removes what it started, and nothing else.
+plan's record and runs until SIGTERM or SIGINT. With `attached`, it also ends when its standard input closes, and so
+ends with the program that started it. At the end it removes only what it started.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 import ray
 from pydantic import BaseModel, ConfigDict
 from ray import serve
-from ray.serve.context import _get_global_client  # the one way to learn whether Serve runs, and where it listens
+from ray.serve.context import _get_global_client  # the only way to find out whether Serve runs, and its address
 
 from deployments.clusters import join
 from deployments.options import Options
@@ -32,15 +32,15 @@ APP = "default"
 CHUNK = 4096  # bytes
 
 
-class Plan(BaseModel):
-    """What is to be served, and where.
+class ServePlan(BaseModel):
+    """The application to serve and its address.
 
     Attributes:
-        host: Where HTTP listens.
-        port: The same.
-        options: The operator's.
-        record: A file that says, while the server stands, what it is and which process to end.
-        attached: Whether the server goes when standard input ends.
+        host: HTTP host.
+        port: HTTP port.
+        options: The operator's options.
+        record: A file that describes the running server and names the process to end.
+        attached: Whether the server ends when standard input closes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,12 +55,12 @@ class Plan(BaseModel):
 def main() -> int:
     """Serve the plan on standard input until a signal stops it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    plan = Plan.model_validate_json(sys.stdin.readline())
+    plan = ServePlan.model_validate_json(sys.stdin.readline())
     if plan.attached:
         threading.Thread(target=_end_with_starter, daemon=True).start()
     try:
         with hosted(plan):
-            while True:  # it returns after any signal that is handled, and those that end this raise
+            while True:  # pause returns after each handled signal; those that end this raise
                 signal.pause()
     except KeyboardInterrupt:
         pass
@@ -71,17 +71,17 @@ def main() -> int:
 
 
 @contextmanager
-def hosted(plan: Plan) -> Iterator[None]:
-    """The plan's server, while the block runs.
+def hosted(plan: ServePlan) -> Iterator[None]:
+    """The plan's server while the block runs.
 
     Raises:
-        RuntimeError: The cluster's Serve listens elsewhere, or runs an application of that name already; or the model
+        RuntimeError: The cluster's Serve has another address or already runs an application of that name, or the model
             could not be loaded.
-        ConnectionError: `RAY_ADDRESS` names no cluster that answers.
+        ConnectionError: The cluster of `RAY_ADDRESS` does not answer.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     is_own = join()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray put one of its own there
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces the handler that Ray installed
     try:
         before = _get_global_client(raise_if_no_controller_running=False)
         if before is None:
@@ -94,7 +94,7 @@ def hosted(plan: Plan) -> Iterator[None]:
             yield
         finally:
             for stop in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(stop, signal.SIG_IGN)  # it is stopping
+                signal.signal(stop, signal.SIG_IGN)  # already stopping
             plan.record.unlink(missing_ok=True)
             if not is_own:
                 _remove(before is None)
@@ -102,7 +102,7 @@ def hosted(plan: Plan) -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_room(http: Any, plan: Plan) -> None:
+def _check_room(http: Any, plan: ServePlan) -> None:
     if http.port != plan.port:
         raise RuntimeError(f"Ray Serve runs in this cluster and listens at port {http.port}, not at {plan.port}")
     if APP in serve.status().applications:
@@ -119,7 +119,7 @@ def _run(options: Options) -> None:
 
 
 def _remove(serve_too: bool) -> None:
-    """Remove the app, and the models that it loaded, from a cluster that stays."""
+    """Remove the application and the models that it loaded from a cluster that continues."""
     if serve_too:
         serve.shutdown()  # type: ignore[no-untyped-call]
         return
@@ -128,8 +128,8 @@ def _remove(serve_too: bool) -> None:
             serve.delete(name)
 
 
-def _write_record(plan: Plan) -> None:
-    """Whole or not at all, and for this user alone: a store's URI may hold a key."""
+def _write_record(plan: ServePlan) -> None:
+    """Write atomically and readable only by this user: a store's URI may contain a key."""
     process = psutil.Process()
     content = {
         "pid": process.pid,
@@ -145,10 +145,10 @@ def _write_record(plan: Plan) -> None:
 
 
 def _end_with_starter() -> None:
-    # Not by sys.stdin: a thread that waits in it holds up the interpreter's end.
+    # Not through sys.stdin: a thread that reads it delays the interpreter's exit.
     while os.read(0, CHUNK):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)  # SIGINT may be ignored: background jobs of scripts begin so
+    os.kill(os.getpid(), signal.SIGTERM)  # SIGINT may be ignored, as in background jobs of scripts
 
 
 if __name__ == "__main__":

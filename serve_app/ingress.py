@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
+from ray.serve.context import _get_global_client  # the only way to find the proxies' addresses
 from ray.serve.handle import DeploymentHandle
 
 from deployments.activations.actors.reader import connect_reader
@@ -21,27 +21,27 @@ from serve_app.api import build_api
 from serve_app.backend.backend import Backend
 from serve_app.http.keys import Keys
 
-RAY_TOKEN = Path.home() / ".ray" / "auth_token"  # Ray makes it, and lets everybody read it
+RAY_TOKEN = Path.home() / ".ray" / "auth_token"  # made by Ray, which lets everyone read it
 
 
-# Admission is the replicas' business: the limit only stands above it.
+# The replicas do the admission: this limit is above theirs.
 @serve.deployment(max_ongoing_requests=100_000)
 @serve.ingress()
 class Ingress:
-    """Takes HTTP requests and delegates them to the models' replicas and the activation store."""
+    """Receives HTTP requests and passes them to the models' replicas and the activation store."""
 
     def __init__(self, options: Options, keys: Keys, *models: DeploymentHandle[Any]) -> None:
         """Get the handles of the actors.
 
         Args:
-            options: The operator's.
-            keys: Who may ask.
-            models: The replicas of the model that the server starts with, if there is one; bound, so that they belong
-                to the application, and found like those of any other model.
+            options: The operator's options.
+            keys: The API keys.
+            models: The replicas of the model that the server starts with, if any; only binds them to the application,
+                since they are found like those of any other model.
 
         Raises:
-            LoadError: Ray's ports are open to everybody.
-            ValueError: HTTP is.
+            LoadError: Ray's ports are open to everyone.
+            ValueError: The HTTP port is open to everyone.
         """
         check_ray(options)
         controller = _get_global_client()
@@ -53,16 +53,16 @@ class Ingress:
         self._reader = connect_reader(options.activations_dir, options.archive)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve calls this in the replica; it fails where the activation store cannot use its directory."""
+        """Called by Serve in the replica; fails if the activation store cannot use its directory."""
         make_private(RAY_TOKEN)
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
-        if not self._keys:  # nothing has an owner
+        if not self._keys:  # without keys, nothing has an owner
             limits = replace(limits, max_owner_bytes=None, max_owner_sessions=None)
         await check_code(self._options.activations_dir, self._store)
         await self._store.check_archive.remote(self._options.archive or "")
         application = serve.get_replica_context().app_name
         await self._store.retain.remote(limits, application=application)
         backend = Backend(self._options, application, self._store, self._reader)
-        # Each body of many lists has Python's collector look through all that is there: what stays is left out of that.
+        # A body with many lists makes Python's collector visit all objects; permanent ones are excluded.
         gc.freeze()
         return build_api(backend, self._options, self._keys)

@@ -7,7 +7,7 @@ from typing import Any
 
 from deployments.messages import LayerTop, ScoredToken, TokenLayers, TokenLogprob, TokenText
 
-LEAST = -9999.0  # OpenAI's value for a token that is nearly impossible; JSON has no -inf
+LEAST = -9999.0  # OpenAI's value for a nearly impossible token; JSON has no -inf
 
 
 def of_chat(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
@@ -21,8 +21,8 @@ def of_chat(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
 def of_completion(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
     """`choices[].logprobs` of a completion; None without tokens.
 
-    As in OpenAI's, the token itself is among its likeliest, so that there may be one more than asked for, and a
-    prompt's first token has neither.
+    As in OpenAI's API, the token itself is among the top tokens, so there may be one more than requested. A prompt's
+    first token has neither.
     """
     if not tokens:
         return None
@@ -35,7 +35,7 @@ def of_completion(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
 
 
 def of_lens(tokens: Sequence[TokenLayers], prompt: Sequence[TokenLayers] = ()) -> dict[str, Any]:
-    """`choices[].logit_lens` of both."""
+    """`choices[].logit_lens` of chats and completions."""
     found = {"content": list(map(_lens, tokens))}
     return found | {"prompt": list(map(_lens, prompt))} if prompt else found
 
@@ -67,7 +67,7 @@ def _entry(scored: ScoredToken) -> dict[str, Any]:
 
 def _by_text(token: TokenLogprob) -> dict[str, float] | None:
     found: dict[str, float] = {}
-    for scored in (*token.top, token.chosen):  # of two tokens written alike, the likelier
+    for scored in (*token.top, token.chosen):  # of two tokens with the same text, the likelier
         if (logprob := _logprob(scored)) is not None:
             found.setdefault(scored.text, logprob)
     return found or None

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from serve_app.http.errors import HEADERS, ApiError
 from serve_app.http.middleware import NoSniff
 
-Responses = dict[int | str, dict[str, Any]]  # as FastAPI's routes take them
+Responses = dict[int | str, dict[str, Any]]  # in the form of FastAPI's routes
 
 FAILURES = {
     "A bad field; `param` is its path.": ApiError(
@@ -37,7 +37,7 @@ FAILURES = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The details of an error."""
 
     message: str
     type: str
@@ -46,16 +46,16 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """OpenAI's error body, of every failure."""
+    """OpenAI's error body, which every failure has."""
 
     error: ErrorDetail
 
 
 class OpenApiApp(FastAPI):
-    """FastAPI, less the 422 that it announces for every route: a bad request gets 400 here."""
+    """FastAPI without the 422 of every route: a bad request gets 400 here."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        """All that a request passes; what is put around it here, even answers to unforeseen errors pass."""
+        """The middleware of all requests; middleware added here also applies to answers to unexpected errors."""
         return NoSniff(super().build_middleware_stack())
 
     def openapi(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Examples of requests and answers that `/openapi.json` shows."""
+"""Examples of requests and answers in `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_app.openapi import Responses, errors, failure
 
 
 def answers(example: Any, streamed: list[dict[str, Any]] | None = None) -> Responses:
-    """A success by an example, and where the route streams, by the events of one."""
+    """A successful answer with an example; if the route streams, also an example of its events."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}, "example": example}}
     if streamed is not None:
         events = [json.dumps(event) for event in streamed] + ["[DONE]"]
@@ -42,15 +42,15 @@ COMPLETION = answers(
     [_head("text_completion") | {"choices": [PIECE | {"text": " 36"}]}],
 )
 
-_SPOKEN = {"messages": [{"role": "user", "content": "Ann has 3 boxes of 12 pens. How many pens is that?"}]}
+_CHAT = {"messages": [{"role": "user", "content": "Ann has 3 boxes of 12 pens. How many pens is that?"}]}
 CHAT_EXAMPLES: dict[str, Any] = {
-    "plain": {"value": {"model": "vitrine-demo", **_SPOKEN, "temperature": 0, "max_tokens": 64}},
-    "streamed": {"value": {"model": "vitrine-demo", **_SPOKEN, "stream": True, "max_tokens": 64}},
+    "plain": {"value": {"model": "vitrine-demo", **_CHAT, "temperature": 0, "max_tokens": 64}},
+    "streamed": {"value": {"model": "vitrine-demo", **_CHAT, "stream": True, "max_tokens": 64}},
     "activations": {
         "summary": "records two layers' outputs for every token",
         "value": {
             "model": "vitrine-demo",
-            **_SPOKEN,
+            **_CHAT,
             "max_tokens": 64,
             "capture": {"points": ["layers.1.output", "layers.3.output"]},
             "session_id": "first-steps",
@@ -60,7 +60,7 @@ CHAT_EXAMPLES: dict[str, Any] = {
         "summary": "two layers' top tokens at the position that predicts each token",
         "value": {
             "model": "vitrine-demo",
-            **_SPOKEN,
+            **_CHAT,
             "max_tokens": 16,
             "logit_lens": {"layers": [1, -1], "top_k": 3},
         },
@@ -106,7 +106,7 @@ ARROW = "application/vnd.apache.arrow.stream"
 
 
 def _pages(content: dict[str, Any]) -> Responses:
-    """A download that is sent in pages."""
+    """A download in pages."""
     own = {"ETag": {"schema": {"type": "string"}, "example": '"5f2b0a71c3d94e6688f1a2b3c4d5e6f7"'}}
     span = {"Content-Range": {"schema": {"type": "string"}, "example": "bytes 0-4194303/271340544"}}
     texts = (
@@ -142,7 +142,7 @@ IS_PINNED = failure(
     ApiError(409, "session 'first-steps' is pinned: unpin it before you delete it", "session_id", "session_pinned"),
 )
 IS_GONE = failure(
-    "The file of stored runs was taken away, though nobody deleted them.",
+    "The file of stored runs is missing, although they were not deleted.",
     ApiError(410, "the file ...-000001.arrow of stored runs was removed, with all of its runs", None, "file_gone"),
 )
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})

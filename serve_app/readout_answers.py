@@ -1,4 +1,4 @@
-"""Readouts' values and reports of interventions, as fields of answers."""
+"""Readout values and reports of interventions as fields of answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from deployments.messages import End, ReadoutValues
 def of_readouts(parts: Iterable[ReadoutValues]) -> dict[str, Any]:
     """The fields of a choice or a chunk for readouts; empty if there are none.
 
-    `first` says of which token of its phase the values begin; where rows are not of consecutive tokens, `index` lists
-    the tokens besides. A value that is not finite is null.
+    `first` is the index, within its phase, of the first token with values; if the tokens are not consecutive, `index`
+    lists them. A value that is not finite is null.
     """
     found: dict[str, Any] = {}
     for part in parts:
@@ -45,7 +45,7 @@ def _finite(value: float) -> float | None:
 
 
 def of_edits(end: End) -> dict[str, Any]:
-    """The fields of a choice for gated or reported interventions, and for the row that ended it."""
+    """The fields of a choice for gated or reported interventions, and for the row that ended the answer."""
     said: dict[str, Any] = {}
     if end.edits:
         said["report"] = [

@@ -1,6 +1,6 @@
-"""The client of a Vitrine server: activations as numpy arrays, steering, stored runs. `docs/client.md` shows how.
+"""The client of a Vitrine server: activations as numpy arrays, steering, stored runs. See `docs/client.md`.
 
-Its parts are imported at first use, so that importing the package takes milliseconds.
+Modules are imported at first use, so that importing the package takes milliseconds.
 """
 
 from __future__ import annotations

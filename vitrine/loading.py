@@ -19,16 +19,16 @@ Points = str | Sequence[str] | None
 
 
 def load(source: Any, points: Points = None, *, run_id: str | None = None, server: Server | None = None) -> Run:
-    """One stored run.
+    """Load one stored run.
 
     Args:
-        source: As for `load_runs`.
+        source: See `load_runs`.
         points: Names of recorded points, with `*` for every layer and -1 for the model's last; all by default.
-        run_id: Which of the source's runs, where it has several.
-        server: Where to fetch it; without, it is read from this machine's files.
+        run_id: The run to load if the source has several.
+        server: The server to fetch it from; None to read this machine's files.
 
     Raises:
-        ValueError: The source has several runs, or none; or recorded nothing.
+        ValueError: The source has several runs or none, or recorded nothing.
         FileNotFoundError: The file is not on this machine.
         LookupError: The server has no such run, or the run no such point.
 
@@ -47,16 +47,16 @@ def load(source: Any, points: Points = None, *, run_id: str | None = None, serve
 
 
 def load_runs(source: Any, points: Points = None, *, server: Server | None = None) -> list[Run]:
-    """Stored runs, in the order in which the source names them; of a session or directory, in that of the requests.
+    """Load stored runs in the order of the source; those of a session or directory in the order of requests.
 
     For the order of collected prompts, which are sent by length, give `acts.run_ids`.
 
     Args:
         source: An answer (a dict, or an object of OpenAI's client), one or several of the `runs` of its
-            `activations_meta`, an Arrow file of the store, or a session's directory; with `server` also a run id,
-            several in a list, or a session's name.
+            `activations_meta`, an Arrow file of the store, or a session's directory; with `server` also a run id, a
+            list of them, or a session's name.
         points: Names of recorded points, with `*` for every layer and -1 for the model's last; all by default.
-        server: Where to fetch them; without, they are read from this machine's files.
+        server: The server to fetch them from; None to read this machine's files.
 
     Raises:
         ValueError: The answer recorded nothing.
@@ -87,14 +87,14 @@ def load_stack(
     *,
     tokens: str | int | Mapping[str, Any] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """One row of each of several runs, as an array.
+    """Load one row of each of several runs as an array.
 
     Args:
         source: The server that has the runs, or a session's directory.
-        run_ids: The runs, in the order wanted.
+        run_ids: The runs in the desired order.
         points: Names of recorded points, with `*` for every layer and -1 for the model's last; all by default.
-        tokens: Whose row: `prompt_last`, `generated_last`, `last` of both, or a position, which is counted from 0 (also
-            as `{"positions": [3]}`); left out, the one that each run has.
+        tokens: The token of the row: `prompt_last`, `generated_last`, `last` of both, or a position from 0 (also as
+            `{"positions": [3]}`); by default the only row of each run.
 
     Returns:
         `[runs, points, hidden]`, in the order of `run_ids` and `points`; layers ascend.
@@ -130,7 +130,7 @@ def load_stack(
 
 
 def _place(run: Run, tokens: str | int | Mapping[str, Any] | None) -> int:
-    """Which of a run's rows is that of the token."""
+    """The index of the token's row in a run."""
     prompt, all_tokens = run.facts["prompt_tokens"], run.facts["tokens"]
     last = {"prompt_last": prompt - 1, "last": all_tokens - 1}
     if all_tokens > prompt:
@@ -152,7 +152,7 @@ def _local(name: str) -> Path:
     """The file or directory of a path or `file://` URI.
 
     Raises:
-        FileNotFoundError: It is not here.
+        FileNotFoundError: It does not exist.
     """
     path = Path(unquote(urlsplit(name).path) if name.startswith("file://") else name).expanduser()
     if not path.exists():

@@ -1,4 +1,4 @@
-"""nnsight's own remote client, for a model that a server serves."""
+"""nnsight's remote client for a served model."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from vitrine.server import Server
 
 
 def nnsight_model(server: Server, directory: str | Path | None = None) -> Any:
-    """The served model as nnsight wraps it, without weights: `with model.trace(text, remote=True)` runs at the server.
+    """The served model in nnsight, without weights: `with model.trace(text, remote=True)` runs on the server.
 
-    It needs nnsight, torch and transformers here, and at the server the option `allow_client_code=true`. The model's
-    configuration and tokenizer come from where the server has them: the hub, or a directory of this machine.
+    It needs nnsight, torch and transformers here, and the server's option `allow_client_code=true`. The model's
+    configuration and tokenizer are loaded from the server's source: the hub, or a directory of this machine.
 
     Args:
-        server: The server; its `model` is the one that is wrapped.
-        directory: A directory with the model's configuration and tokenizer, where the server is on another machine.
+        server: The server; its `model` is wrapped.
+        directory: A directory with the model's configuration and tokenizer, if the server is on another machine.
 
     Returns:
         An `nnsight.TransformersModel`.
 
     Raises:
-        ServerError: The server does not run clients' code; the message names the option that allows it.
+        ServerError: The server does not run clients' code; the message names the option for it.
         PermissionError: The key may not run code.
         ImportError: nnsight is not installed here.
         FileNotFoundError: The model is from a directory that is not on this machine.
@@ -58,7 +58,7 @@ def nnsight_model(server: Server, directory: str | Path | None = None) -> Any:
 
 
 def _served_class(server: Server, key: str) -> Any:
-    """The class of nnsight with the server's address and its name for the model."""
+    """A subclass of nnsight's class with the server's address and its key for the model."""
     from nnsight import TransformersModel
     from nnsight.intervention.backends.remote import RemoteBackend
 
@@ -74,6 +74,6 @@ def _served_class(server: Server, key: str) -> Any:
             return RemoteBackend(key, host, server.asynchronous.api_key, env, blocking, job_id, verbose)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return object.__new__, (TransformersModel,), self.__getstate__()  # the server has no other class
+            return object.__new__, (TransformersModel,), self.__getstate__()  # the server does not have this subclass
 
     return Served

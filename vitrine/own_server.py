@@ -1,4 +1,4 @@
-"""A server that runs as long as the program that starts it."""
+"""A server that runs as long as the program that started it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from vitrine.server import AsyncServer, Server, connect
 
 HOST = "127.0.0.1"
 LOOK_S = 0.2
-STOP_S = 120.0  # for what the server still does
-LINES = 20  # of the log, where the server does not start
+STOP_S = 120.0  # for the server's running requests
+LINES = 20  # of the log, if the server does not start
 
 
 class OwnServer(Server):
@@ -45,16 +45,16 @@ class OwnServer(Server):
 
 
 def serve(model: str = "vitrine-demo", *, timeout: float = 600, **options: Any) -> Server:
-    """Start a server on this machine, on a free port; it is stopped with the program, or by `close`.
+    """Start a server on a free port of this machine; it stops with the program or by `close`.
 
     Args:
         model: A model by any of the names of docs/models.md, such as `smollm2` or `Qwen/Qwen3-0.6B`.
-        timeout: Seconds that the server may take to load the model.
-        options: The server's, those of deployments/options.py, such as `dtype="float32"`.
+        timeout: Seconds for loading the model.
+        options: The server's options, as in deployments/options.py, such as `dtype="float32"`.
 
     Raises:
         ImportError: The server's packages are not installed.
-        RuntimeError: The server ended before the model was loaded, or was too slow; with the end of its log.
+        RuntimeError: The server ended before the model was loaded, or was too slow; has the end of its log.
 
     Examples:
         >>> server = vitrine.serve("vitrine-demo", allow_client_code=True)
@@ -77,9 +77,9 @@ def serve(model: str = "vitrine-demo", *, timeout: float = 600, **options: Any) 
 
 
 def free_port() -> int:
-    """A free port of this machine, below those that the system gives to connections.
+    """A free port of this machine, below the system's range for connections.
 
-    A server listens seconds after this returns, and a connection may have taken a port of the system's range by then.
+    The server starts to listen seconds later, when a connection may have taken a port of that range.
     """
     while True:
         port = random.randrange(20_000, 30_000)
@@ -89,7 +89,7 @@ def free_port() -> int:
 
 
 def _started(options: dict[str, Any], directory: Path) -> tuple[subprocess.Popen[str], int]:
-    """A process that serves as long as its standard input is open, on a Ray of its own, and its port."""
+    """Start a process that serves until its standard input closes, with its own Ray; return it and its port."""
     port = free_port()
     plan = {"host": HOST, "port": port, "options": options, "record": str(directory / "record"), "attached": True}
     with (directory / "log").open("w") as log:
@@ -100,16 +100,16 @@ def _started(options: dict[str, Any], directory: Path) -> tuple[subprocess.Popen
             stderr=log,
             text=True,
             env={"RAY_ADDRESS": "local", **os.environ},
-            start_new_session=True,  # Ctrl-C is for this program, which then stops the server
+            start_new_session=True,  # Ctrl-C then reaches only this program, which stops the server
         )
     assert process.stdin
-    process.stdin.write(json.dumps(plan) + "\n")  # not an argument: an option may hold a key
+    process.stdin.write(json.dumps(plan) + "\n")  # not an argument: an option may contain a key
     process.stdin.flush()
     return process, port
 
 
 def _wait(process: subprocess.Popen[str], directory: Path, timeout: float) -> None:
-    """Return when the server has written its record, which is when its model is loaded."""
+    """Wait until the server has written its record, after its model is loaded."""
     end = time.monotonic() + timeout
     while not (directory / "record").exists():
         ended = process.poll() is not None
@@ -123,8 +123,8 @@ def _wait(process: subprocess.Popen[str], directory: Path, timeout: float) -> No
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End a server and all that it started."""
-    process.terminate()  # closing its input is not enough: a child that the program has forked may hold it open, too
+    """End a server and everything that it started."""
+    process.terminate()  # closing its input is not enough: a forked child of the program may keep it open
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:

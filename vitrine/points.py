@@ -1,11 +1,11 @@
-"""Names of capture points as text, for client and server alike: docs/points.md lists them."""
+"""Names of capture points as text, for client and server; docs/points.md lists them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 
-# TransformerLens' name of a place in a layer -> the server's. As deployments/points/names.py has them.
+# TransformerLens' name of a place in a layer -> the server's, as in deployments/points/names.py.
 TRANSFORMER_LENS = {
     "resid_pre": "input",
     "resid_mid": "resid_mid",
@@ -19,9 +19,9 @@ _HOOK = re.compile(rf"(?:(?:blocks|layers)\.(\*|-?\d+)\.)?(?:attn\.)?(?:hook_)?(
 
 
 def canonical(name: str) -> str:
-    """The server's name of a point; names that are not TransformerLens' are unchanged.
+    """The server's name of a point; other names than TransformerLens' are unchanged.
 
-    `blocks.3.hook_resid_post` is `layers.3.output`; `resid_post`, without a layer, is that of every layer.
+    `blocks.3.hook_resid_post` is `layers.3.output`; `resid_post` without a layer means every layer.
     """
     spelled = re.sub(r"\[(-?\d+|\*)\]", r".\1", name)
     if match := _HOOK.fullmatch(spelled):
@@ -30,21 +30,21 @@ def canonical(name: str) -> str:
 
 
 def layer_of(point: str) -> int | None:
-    """The number of a point's layer; None for `embed.output` and the like."""
+    """The number of a point's layer; None outside the layers, as for `embed.output`."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", point)
     return int(found[1]) if found else None
 
 
 def matching(pattern: str, names: Collection[str], layers: int | None = None) -> list[str]:
-    """Those of some names that one name or pattern means, in their order.
+    """The names that match a name or pattern, in their order.
 
     Args:
-        pattern: A name; `*` is any one part of it, and a layer below 0 counts from the model's last.
-        names: What there is.
-        layers: How many layers the model has; None where it is not known.
+        pattern: A name; `*` matches one part, and a negative layer counts from the model's last.
+        names: The existing names.
+        layers: The model's number of layers; None if unknown.
 
     Raises:
-        ValueError: The pattern has a layer below 0, and `layers` is not known.
+        ValueError: The pattern has a negative layer, and `layers` is unknown.
     """
     if pattern in names:
         return [pattern]
@@ -58,6 +58,6 @@ def matching(pattern: str, names: Collection[str], layers: int | None = None) ->
 
 
 def listed(names: Collection[str], most: int = 4) -> str:
-    """Some names for a message: the first ones, and how many there are."""
+    """The first names as text for a message, and how many there are."""
     some = ", ".join(list(names)[:most])
     return f"{some}, ... ({len(names)} in all)" if len(names) > most else some

@@ -11,11 +11,11 @@ from vitrine.experiments.lenses import LensMethods
 from vitrine.experiments.sweeping import SweepMethods
 
 URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 660.0  # a little more than the server's own limit, so that its error is what comes
+TIMEOUT_S = 660.0  # slightly more than the server's own limit, so that the server's error arrives first
 
 
 class AsyncServer(AttentionMethods, LensMethods, SweepMethods):
-    """A server, asked with `await`: its methods are those of `Server`, whose examples hold for both.
+    """An asynchronous server connection with the methods of `Server`, whose examples apply to both.
 
     Attributes:
         url: The server's address, without `/v1`.
@@ -40,10 +40,10 @@ class AsyncServer(AttentionMethods, LensMethods, SweepMethods):
 
 
 class Server:
-    """A server whose methods wait for the answer, in scripts and in notebooks; `connect` and `serve` give one.
+    """A server connection with blocking methods, for scripts and notebooks; `connect` and `serve` return one.
 
     Attributes:
-        asynchronous: The same with asynchronous methods. They run in a thread of this package.
+        asynchronous: The asynchronous version of this object. Its methods run in a thread of this package.
 
     Examples:
         >>> server.model
@@ -70,11 +70,11 @@ class Server:
 
     @property
     def model(self) -> str:
-        """The id of the model that answers."""
+        """The id of the model."""
         return self.asynchronous.model
 
     def close(self) -> None:
-        """Close the connections; a server that `serve` started is stopped."""
+        """Close the connections; if `serve` started the server, stop it."""
         wait(self.asynchronous.close())
 
     def __enter__(self) -> Server:
@@ -92,7 +92,7 @@ class Server:
 async def connect_async(
     url: str = URL, *, api_key: str | None = None, model: str | None = None, timeout: float = TIMEOUT_S
 ) -> AsyncServer:
-    """A server to ask with `await`. Arguments and errors are those of `connect`.
+    """Connect to a server asynchronously. Arguments and errors are those of `connect`.
 
     Examples:
         >>> import asyncio
@@ -118,18 +118,18 @@ async def connect_async(
 def connect(
     url: str = URL, *, api_key: str | None = None, model: str | None = None, timeout: float = TIMEOUT_S
 ) -> Server:
-    """A running server.
+    """Connect to a running server.
 
     Args:
-        url: Its address, with or without `/v1`.
-        api_key: The key, where the server asks for one; by default the variable `OPENAI_API_KEY`.
-        model: The id of the model to ask; by default the first that is served.
+        url: The server's address, with or without `/v1`.
+        api_key: The API key, if the server needs one; by default the environment variable `OPENAI_API_KEY`.
+        model: The id of the model; by default the first served one.
         timeout: Seconds to wait for each answer.
 
     Raises:
-        ConnectionError: Nothing answers there.
-        ServerError: It refuses the key.
-        ValueError: It does not serve the model, or the address is none.
+        ConnectionError: The server does not answer.
+        ServerError: It rejects the key.
+        ValueError: It does not serve the model, or the address is invalid.
 
     Examples:
         >>> with vitrine.connect(server.url) as again:

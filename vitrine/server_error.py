@@ -6,13 +6,13 @@ import httpx
 
 
 class ServerError(Exception):
-    """A server's answer that is an error.
+    """An error answer of a server.
 
     Attributes:
-        message: What is wrong and what to do, in the server's words.
+        message: The server's message: what is wrong and what to do.
         status: The HTTP status.
-        param: The field that is wrong, such as `capture.points[0]`; None where it is no field.
-        code: The error's name, such as `unknown_point`; None where it has none.
+        param: The wrong field, such as `capture.points[0]`; None if no field is at fault.
+        code: The error code, such as `unknown_point`; None without one.
 
     Examples:
         >>> try:
@@ -31,7 +31,7 @@ class ServerError(Exception):
 
     @classmethod
     def of(cls, answer: httpx.Response) -> ServerError:
-        """The error that an answer holds."""
+        """The error in an answer."""
         try:
             error = answer.json()["error"]
             return cls(error["message"], answer.status_code, error.get("param"), error.get("code"))

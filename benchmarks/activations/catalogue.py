@@ -31,7 +31,7 @@ from benchmarks.common.findings import Findings
 from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.facts import Note, RunFacts, SegmentFacts, StoredFile
+from deployments.activations.facts import FileUpdate, RunFacts, SegmentFacts, StoredFile
 from deployments.activations.filters import Filter
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
@@ -50,10 +50,10 @@ class Noting(Catalogue):
     def __init__(self) -> None:
         """Nothing yet."""
         super().__init__()
-        self.commits: list[Note] = []
+        self.commits: list[FileUpdate] = []
 
-    def add(self, *added: Note) -> int:
-        """Note commits."""
+    def add(self, *added: FileUpdate) -> int:
+        """Record commits."""
         self.commits += [note for note in added if note.entries]
         return 0
 
@@ -158,15 +158,15 @@ def ask(catalogue: Catalogue, runs: int) -> dict[str, list[float]]:
     return {name: [seconds(query) for _ in range(TIMES)] for name, query in asked.items()}
 
 
-def one_session(folder: Path, commits: list[Note]) -> dict[str, list[float]]:
+def one_session(folder: Path, commits: list[FileUpdate]) -> dict[str, list[float]]:
     """Seconds of lists of one session that has all of the runs, each in a file of its own."""
     folder.mkdir()
     catalogue, session_id = Catalogue.rebuild(folder), "all"
-    notes = list[Note]()
+    notes = list[FileUpdate]()
     for entry in (entry for _, entries, _ in commits for entry in entries):
         uri = f"{folder.as_uri()}/{session_id}/{len(notes):06}.arrow"
         alone = entry._replace(uri=uri, first_row=0, offset=0)
-        notes.append(Note(session_id, [alone], StoredFile(uri, entry.bytes, True, entry.rows, 1)))
+        notes.append(FileUpdate(session_id, [alone], StoredFile(uri, entry.bytes, True, entry.rows, 1)))
     for start in range(0, len(notes), 1000):
         catalogue.add(*notes[start : start + 1000])
     middle = catalogue.runs(Filter(since=CREATED + len(notes) // 2), 1)[0]["run_id"]
@@ -181,14 +181,14 @@ def one_session(folder: Path, commits: list[Note]) -> dict[str, list[float]]:
     return found
 
 
-def commit(folder: Path, commits: list[Note], at_once: int) -> float:
+def commit(folder: Path, commits: list[FileUpdate], at_once: int) -> float:
     """Seconds that the catalogue takes for a run, where so many of a file are committed together."""
     folder.mkdir()
     catalogue, count, spent = Catalogue.rebuild(folder), 0, 0.0
     for session_id, entries, file in commits:
         for start in range(0, len(entries), at_once):
             some, now = entries[start : start + at_once], file._replace(rows=start + at_once, sealed=False)
-            spent += seconds(lambda: catalogue.add(Note(session_id, some, now)))  # noqa: B023
+            spent += seconds(lambda: catalogue.add(FileUpdate(session_id, some, now)))  # noqa: B023
             count += len(some)
     catalogue.close()
     shutil.rmtree(folder)

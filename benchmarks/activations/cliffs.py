@@ -33,7 +33,7 @@ from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
 
-MOST = 512  # runs on their way
+MOST_IN_FLIGHT = 512  # runs on their way
 
 
 def batch(session: str, values: torch.Tensor) -> Any:
@@ -60,7 +60,7 @@ def send(writer: Writer, runs: int, session: Callable[[int], str], values: torch
         name = session(number)
         facts = RunFacts(f"{prefix}-{number}", name, "measured", 0.0, len(values), len(values))
         sent.append(writer.submit(facts, [batches[name]]))
-        if len(sent) == MOST:
+        if len(sent) == MOST_IN_FLIGHT:
             sent.popleft().result()
     for future in sent:
         future.result()

@@ -79,7 +79,7 @@ def store(folder: Path, runs: int, segment_bytes: int) -> None:
 
 
 def reread(folder: Path) -> None:
-    """Have the system's cache filled by reading, as that of older files is: how it lies depends on who filled it."""
+    """Fill the system's cache by reading, as for older files; a cache filled by writing has another layout."""
     for path in (item for item in folder.rglob("*") if item.is_file()):
         with path.open("rb") as file:
             os.fsync(file.fileno())

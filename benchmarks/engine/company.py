@@ -4,9 +4,9 @@ Ratios of rates in tokens of prompts and answers a second, of two engines whose 
 rounds, the least and the largest.
 
   mixed lengths    half of 16 prompts of 32 tokens, half of 1,500, over 16 of 766
-  shared           32 prompts that share a beginning of 1,000 tokens, over 32 that share nothing
+  shared           32 prompts that share a prefix of 1,000 tokens, over 32 that share nothing
   steered          a vector of its own for each of 32 requests at all layers and tokens, over none
-  batch_invariant  the same bits in any company over plain: decoding, and prompts
+  batch_invariant  the same bits beside any other sequences over plain: decoding, and prompts
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Prompts:
         return found
 
     def requests(self, lengths: Sequence[int], new: int, beginning: int = 0) -> list[Request]:
-        """Requests with prompts of these lengths behind a beginning that they share."""
+        """Requests with prompts of these lengths after a shared prefix."""
         shared = self.ids(beginning)
         return [Request("", [*shared, *self.ids(length)], new, ignore_eos=True) for length in lengths]
 

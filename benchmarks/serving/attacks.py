@@ -38,7 +38,7 @@ from deployments.chat.response_templates import LLAMA
 from deployments.demo_model import WEIGHTS
 from deployments.interrupts import terminate_as_interrupt
 
-MOST = 1.5  # a ratio at p50
+MOST_RATIO = 1.5  # a ratio at p50
 LIMIT_S = 120.0  # after which the client gives up; it counts as this long
 KEY = "attacks-benchmark-key"
 CHAT, SESSION = "/v1/chat/completions", "measured-by-attacks"
@@ -234,8 +234,8 @@ def run(server: Server, pairs: dict[str, tuple[Load, Load]], options: Any, findi
         findings.add("attacks", name, found[name])
         if name.startswith("right") and set(attack["statuses"]) != {200}:
             findings.failed.append(f"{name}: it was answered {attack['statuses']}, not 200 alone")
-        if found[name]["ratio_p50"] > MOST:
-            findings.failed.append(f"{name}: {found[name]['ratio_p50']:.2f} times as long at p50, over {MOST}")
+        if found[name]["ratio_p50"] > MOST_RATIO:
+            findings.failed.append(f"{name}: {found[name]['ratio_p50']:.2f} times as long at p50, over {MOST_RATIO}")
     print(table(found))
 
 

@@ -39,7 +39,7 @@ CLEAN = "Tom has 3 boxes of pens and each box has 4 pens. Tom has 3 x"
 CORRUPT = "Tom has 5 boxes of pens and each box has 7 pens. Tom has 5 x"
 TARGET = " pens"
 NEW_TOKENS, SCALES = 16, (-2.0, -1.0, 0.0, 1.0, 2.0)
-MOST = 1.3  # times as long
+MOST_RATIO = 1.3  # times as long
 CLOSE = 1e-3  # between logprobs in float32
 RESULTS = Path("results") / "benchmark-experiments"
 
@@ -146,7 +146,7 @@ def _timed(work: Callable[[], tuple[int, Any]]) -> Callable[[], Run]:
 
 def _failures(part: str, times: float, found: Any, wanted: Any) -> list[str]:
     """What is wrong with a part: it takes too long, or finds other numbers or texts than the engine."""
-    failed = [f"{part}: the client takes {times:.2f} times as long"] if times > MOST else []
+    failed = [f"{part}: the client takes {times:.2f} times as long"] if times > MOST_RATIO else []
     same = np.allclose(found, wanted, atol=CLOSE) if isinstance(wanted, np.ndarray) else found == wanted
     return failed if same else [*failed, f"{part}: the client finds other values than the engine"]
 

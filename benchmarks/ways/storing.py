@@ -53,7 +53,7 @@ class Store:
         self.bytes = 0  # stored so far
 
     def expect(self, request: Request) -> None:
-        """Say that a request's rows will come."""
+        """Announce a request's rows."""
         self._runs[request.id] = _Run(request, f"turn-{self._turn}")
 
     def take(self, engine: Engine, event: Event) -> None:

@@ -111,7 +111,7 @@ class RunFacts:
     # Prompt and generated text, special tokens included, if the request asked to keep it: what the rows' `text_offset`
     # counts characters of.
     text: str | None = None
-    batch_invariant: bool = False  # whether its bits are the same in any company, on the same machine and versions
+    batch_invariant: bool = False  # bits independent of other sequences, on the same machine and versions
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> RunFacts:
@@ -188,7 +188,7 @@ class Entry(NamedTuple):
         return StoredRun(self.facts.run_id, self.facts.session_id, points, self.bytes)
 
 
-class Note(NamedTuple):
+class FileUpdate(NamedTuple):
     """Runs of one file that are durable, and the file as it is now."""
 
     session_id: str

@@ -18,12 +18,12 @@ MAX_HEAD = 512  # characters before arguments; a call with a longer head is sent
 
 
 class Head(NamedTuple):
-    """What a form of calls has before a call's arguments.
+    """The text before a call's arguments in one form of calls.
 
     Attributes:
-        pattern: All of it, with the arguments' first brace; its group `name` is the function's, as JSON.
-        mark: The group of the mark before the text that names the function, where the text does not.
-        several: Whether more calls may follow in the same text.
+        pattern: Matches this text and the arguments' first brace; its group `name` is the function's name as JSON.
+        mark: The group of the opening mark that names the function, if the text does not.
+        several: Whether more calls can follow in the same text.
     """
 
     pattern: Any  # RE2's
@@ -32,7 +32,7 @@ class Head(NamedTuple):
 
 
 def head(field: ResponseTemplateField) -> Head | None:
-    """What stands before arguments in a template's form of calls; None where arguments are no JSON text."""
+    """The head of a template's form of calls; None if arguments are not JSON text."""
     function = field.transform.get("function") if isinstance(field.transform, dict) else None
     if function == "{content}":
         function = {"name": "{content.name}", "arguments": "{content.arguments}"}
@@ -50,37 +50,37 @@ def head(field: ResponseTemplateField) -> Head | None:
 
 
 class CallText:
-    """Takes the text of one region apart; whether it is valid JSON is for others to find out.
+    """Splits the text of one region into calls, without validating the JSON.
 
-    A call is sent once its arguments begin. One whose name is not right before them is skipped, and
-    so are all after it. What was passed over is bounded, since each brace makes RE2 read it again.
+    A call is sent once its arguments begin. A call whose name does not directly precede them is skipped, and so are all
+    calls after it. The skipped text is bounded, because RE2 reads it again at each brace.
 
     Attributes:
-        begun: How many calls were sent.
+        begun: The number of calls sent.
     """
 
     def __init__(self, head: Head | None = None, marks: Mapping[str, str | None] | None = None) -> None:
-        """Begin a region.
+        """Start a region.
 
         Args:
-            head: The text before arguments; without it, no call is sent.
+            head: The text before arguments; if None, no call is sent.
             marks: The groups of the mark that opens the region.
         """
         self._head = head
         self._marks = marks or {}
         self._before = ""  # the text since the last arguments
-        self._depth = 0  # of brackets in arguments
+        self._depth = 0  # depth of brackets in arguments
         self._quoted = False
         self._escaped = False
         self.begun = 0
 
     @property
     def inside(self) -> bool:
-        """Whether arguments are being written."""
+        """Whether the text is inside arguments."""
         return self._depth > 0
 
     def add(self, text: str) -> Iterator[tuple[CallPart, int]]:
-        """Take more text and give the calls' parts in it, and where each ends; calls are counted from 0."""
+        """Add text and return the parts of calls in it, each with its end; calls are counted from 0."""
         at = 0
         while at < len(text):
             if not self.inside and (name := self._begins(text[at])) is None:
@@ -95,7 +95,7 @@ class CallText:
             at = end
 
     def _begins(self, character: str) -> str | None:
-        """The function whose arguments begin with this character."""
+        """The name of the function whose arguments begin with this character, if they do."""
         if len(self._before) == MAX_HEAD:
             self._head = None
         if self._head is None:
@@ -112,7 +112,7 @@ class CallText:
         return self._marks.get(head.mark) if head.mark else str(json.loads(found["name"]))
 
     def _follow(self, text: str, at: int) -> int:
-        """Where arguments that go on at `at` end, or the text."""
+        """The end of arguments that continue at `at`, or the end of the text."""
         for end, character in enumerate(text[at:], at + 1):
             if self._escaped:
                 self._escaped = False

@@ -1,7 +1,7 @@
-"""Parses the text of a region of tool calls into names and arguments, by the field of its response template.
+"""Parses a region of tool calls into names and arguments, as its response template specifies.
 
-It takes linear time. transformers' own parsers use backtracking expressions to find quoted strings and tags. Here
-strings are found by their delimiters and tags by RE2.
+It takes linear time: strings are found by their delimiters, and tags by RE2. transformers' parsers use backtracking
+expressions for both.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplateF
 
 from deployments.chat.mark_patterns import UnsupportedPattern, compiled, translate
 
-MOST_TAGS = 256  # of one call; each search for one may look at the rest of the text
+MOST_TAGS = 256  # in one call; each search for one may read the rest of the text
 UNQUOTED_KEY = compiled(r"([{,])([\p{L}\p{N}_]+):")
 
 
 class CallValues:
-    """Reads whole regions of calls."""
+    """Parses complete regions of calls."""
 
     def __init__(self, field: ResponseTemplateField, tools: Sequence[Mapping[str, Any]]) -> None:
         """Prepare to read a field.
 
         Args:
             field: The template's field of calls.
-            tools: OpenAI's definitions; their schemas give types to arguments that are text.
+            tools: OpenAI's definitions; their schemas give the types of arguments that are text.
         """
         self._field = field
         self._as_json = dataclasses.replace(field, content="json", content_args={})
@@ -38,14 +38,14 @@ class CallValues:
         self._types = functools.cache(self._types_of)
 
     def read(self, text: str, marks: dict[str, str]) -> list[tuple[str, str]]:
-        """The calls of a region, each a name and its arguments' text.
+        """Parse a region into calls, each a name and the text of its arguments.
 
         Args:
-            text: The region's.
+            text: The region's text.
             marks: The groups of the mark that opened it.
 
         Raises:
-            ValueError: It is no call in this form; also KeyError, TypeError, and RecursionError for deep nesting.
+            ValueError: It is not a call in this form; also KeyError, TypeError, and RecursionError for deep nesting.
         """
         field = self._field
         if field.content != "json" or field.content_args:
@@ -64,12 +64,12 @@ class CallValues:
 
     def _typed(self, function: str, key: str, argument: Any) -> Any:
         types = self._types(function, key)
-        if isinstance(argument, list) and "array" not in types:  # the values of a key that was written several times
+        if isinstance(argument, list) and "array" not in types:  # the values of a repeated key
             return [_coerce(value, types) if isinstance(value, str) else value for value in argument]
         return _coerce(argument, types) if isinstance(argument, str) else argument
 
     def _types_of(self, function: str, key: str) -> tuple[str, ...]:
-        """The types of an argument; each is worked out once, however often the function is called."""
+        """The types of an argument, cached for each function."""
         parameters = self._functions.get(function, {}).get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         schema = properties.get(key) if isinstance(properties, Mapping) else None
@@ -77,10 +77,10 @@ class CallValues:
 
 
 def check(field: ResponseTemplateField) -> None:
-    """Check that the content of a field of calls can be read in linear time.
+    """Check that a field of calls can be parsed in linear time.
 
     Raises:
-        UnsupportedPattern: It cannot.
+        UnsupportedPattern: It cannot be.
     """
     content, args = field.content, field.content_args
     while True:
@@ -96,10 +96,10 @@ def check(field: ResponseTemplateField) -> None:
 
 
 def parsed(text: str, content: str, args: dict[str, Any]) -> Any:
-    """The value of a text, as transformers' `parse_content` gives it.
+    """The value of a text, as in transformers' `parse_content`.
 
     Raises:
-        ValueError: The text is none of this content.
+        ValueError: The text does not have this content type.
     """
     if content == "json":
         return _json(text, args)
@@ -109,7 +109,7 @@ def parsed(text: str, content: str, args: dict[str, Any]) -> Any:
 
 
 def _json(text: str, args: dict[str, Any]) -> Any:
-    """JSON whose strings may have delimiters of their own, and whose keys may have no quotes."""
+    """Parse JSON whose strings may have other delimiters and whose keys may lack quotes."""
     delimiters = args.get("string_delims", ())
     parts = _split(text, delimiters)
     if args.get("unquoted_keys", False):
@@ -124,7 +124,7 @@ def _json(text: str, args: dict[str, Any]) -> Any:
 
 
 def _split(text: str, delimiters: Sequence[Sequence[str]]) -> list[str]:
-    """Text, a delimited string, text, and so on."""
+    """Split into text, delimited string, text, and so on."""
     parts = [text]
     for opening, closing in delimiters:
         split = []
@@ -146,7 +146,7 @@ def _split_by(text: str, opening: str, closing: str) -> list[str]:
 
 
 def _tags(text: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Tags that a pattern describes: key -> value, or values where they are to be merged."""
+    """Parse the tags that a pattern describes: key -> value, or a list of values if they are merged."""
     found: dict[str, Any] = {}
     for number, match in enumerate(_tag(args["tag_pattern"]).finditer(text)):
         if number == MOST_TAGS:

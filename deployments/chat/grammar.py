@@ -1,4 +1,4 @@
-"""Grammars for answers, in llguidance's Lark: JSON by a schema or tool calls, after thoughts if the model has them."""
+"""Grammars for answers in llguidance's Lark: JSON by a schema or tool calls, after reasoning if the model has it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from deployments.chat.tool_calls import Separators, ToolCallFormat
 
-# Any amount of whitespace would let a model write nothing else.
-OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as JSON is written by hand
-# Characters of one line of text before a call that must be made: a model that learned to say first what it computes
-# goes astray where it has to call at once, and one that would have ended there goes on and on where lines may follow.
+# Unlimited whitespace would let a model write nothing else.
+OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as in handwritten JSON
+# Characters of one line of text before a required call. A model trained to explain first writes worse calls without
+# it; with more lines, a model that would have ended there does not stop.
 MOST_BEFORE = 96
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Thoughts(NamedTuple):
-    """How thoughts are written, and whether the prompt has begun them already."""
+    """How reasoning is marked, and whether the prompt has already begun it."""
 
     opening: str
     closing: str
@@ -29,7 +29,7 @@ class GrammarWriter:
     """Writes grammars for one tokenizer."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
-        """Collect the tokens that a grammar does not treat as text.
+        """Collect the tokens that grammars do not treat as text.
 
         Args:
             added: The tokenizer's added tokens and their ids.
@@ -39,7 +39,7 @@ class GrammarWriter:
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if added else None
 
     def answer(self, thoughts: Thoughts | None, schema: Mapping[str, Any] | None, calls: RequiredCalls | None) -> str:
-        """An answer: JSON by `schema`, or `calls`, whichever is given, or either of both; after `thoughts`."""
+        """The grammar of an answer: after `thoughts`, JSON by `schema`, or `calls`, or either if both are given."""
         kinds = [name for name, given in (("json", schema), ("calls", calls)) if given is not None]
         lines = [f"start: {'thoughts ' if thoughts else ''}({' | '.join(kinds)})"]
         if thoughts:
@@ -51,7 +51,7 @@ class GrammarWriter:
         return "\n".join(lines)
 
     def literal(self, text: str) -> str:
-        """Exactly this text, its added tokens as themselves."""
+        """Match exactly this text; its added tokens are matched as tokens."""
         parts = self._split.split(text) if self._split else [text]
         written = (
             f"<[{self._added[part]}]>" if part in self._added else json.dumps(part, ensure_ascii=False)
@@ -76,7 +76,7 @@ class GrammarWriter:
         parts = [("begin", form.begin), ("end", form.end)]
         lines = [f"{name}: {self.literal(text)}" for name, text in parts if text]
         more = "(between one)*" if several else ""
-        marked = bool(self._split and self._split.match(form.begin))  # by a token that no text holds
+        marked = bool(self._split and self._split.match(form.begin))  # by a token that does not occur in text
         parts_of = ["before", "begin"] if marked else ["begin"] if form.begin else []
         lines.append(f"calls: {' '.join(parts_of)} one {more} {'end' if form.end else ''}")
         if marked:
@@ -91,12 +91,12 @@ class GrammarWriter:
 
 
 class RequiredCalls(NamedTuple):
-    """Calls that an answer must make.
+    """Calls that an answer must contain.
 
     Attributes:
-        form: How they are written.
-        functions: Which of OpenAI's definitions they may be of.
-        parallel: Whether there may be more than one.
+        form: The format of calls.
+        functions: OpenAI's definitions of the functions to choose from.
+        parallel: Whether more than one call is allowed.
     """
 
     form: ToolCallFormat
@@ -105,17 +105,17 @@ class RequiredCalls(NamedTuple):
 
 
 def arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments: always an object, and an empty one where it names no parameters."""
+    """The schema of a function's arguments: always an object, empty if the function has no parameters."""
     parameters = function.get("parameters")
     return {**parameters, "type": "object"} if parameters else NO_ARGUMENTS
 
 
 def schema_rule(schema: Mapping[str, Any], separators: Separators | None = None) -> str:
-    """A JSON schema as a part of a grammar.
+    """A JSON schema as part of a grammar.
 
     Args:
         schema: The schema.
-        separators: The only ones, where given: a model that learned `": "` goes astray after `":"`.
+        separators: The only separators allowed; a model trained on `": "` writes worse JSON after `":"`.
     """
     options: dict[str, Any] = OPTIONS
     if separators:
@@ -124,10 +124,10 @@ def schema_rule(schema: Mapping[str, Any], separators: Separators | None = None)
 
 
 def without_other_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema with objects that have the properties they name and no others, unless it says which others.
+    """Forbid properties that an object's schema does not name, unless the schema says otherwise.
 
-    What obeys it obeys the schema as it was. JSON schema would let a model make properties up, and few schemas
-    that programs write say that it may not.
+    Every valid value is also valid for the original schema. JSON schema allows additional properties, so a model could
+    invent some; few generated schemas forbid them.
     """
     return schema if _composed(schema) else dict(_closed(schema))
 
@@ -156,7 +156,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _composed(part: Any) -> bool:
-    """Whether several schemas may hold for one object, each of which would close it to the others' properties."""
+    """Whether several schemas may apply to one object; closing each would exclude the others' properties."""
     if isinstance(part, list):
         return any(map(_composed, part))
     if not isinstance(part, Mapping):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import re2
 
-# What may stand in a class. RE2's own \s, \d and \w are ASCII's; transformers' are Unicode's.
+# Escapes allowed in a class. RE2's own \s, \d and \w are ASCII; transformers' are Unicode.
 CLASSES = {
     sre.CATEGORY_SPACE: r"\s\v\x{1c}-\x{1f}\x{85}\p{Z}",
     sre.CATEGORY_DIGIT: r"\p{Nd}",
@@ -37,11 +37,11 @@ class Translated(NamedTuple):
     """A pattern for RE2.
 
     Attributes:
-        spaced: It begins with any amount of whitespace, which the others leave out.
-        whole: The pattern itself, without groups that capture.
-        named: The same with its named groups.
-        ahead: What must follow a match and is no part of it; empty where nothing must.
-        begun: Matches every text that is shorter than a text that matches, what must follow included, and begins it.
+        spaced: Whether it begins with any amount of whitespace, which the other attributes omit.
+        whole: The pattern without capturing groups.
+        named: The pattern with its named groups.
+        ahead: The look-ahead after a match; empty if there is none.
+        begun: Matches every proper prefix of a match, look-ahead included.
     """
 
     spaced: bool
@@ -52,14 +52,14 @@ class Translated(NamedTuple):
 
 
 def translate(pattern: str) -> Translated:
-    """Put a pattern of a response template into RE2's syntax; a look-ahead may end it.
+    """Translate a pattern of a response template to RE2's syntax; it may end with a look-ahead.
 
     Raises:
         UnsupportedPattern: It has other look-arounds, anchors, flags or references to groups, or matches nothing.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a later Python may read otherwise
+            warnings.simplefilter("ignore")  # about syntax that a later Python may change
             tree = _parser.parse(pattern, re.DOTALL)
     except re.error as error:
         raise UnsupportedPattern(f"{pattern!r}: {error}") from error
@@ -81,10 +81,10 @@ def translate(pattern: str) -> Translated:
 
 
 def compiled(pattern: str) -> Any:
-    """An RE2 object.
+    """Compile a pattern with RE2.
 
     Raises:
-        UnsupportedPattern: RE2 refuses the pattern.
+        UnsupportedPattern: RE2 rejects the pattern.
     """
     options = re2.Options()
     options.log_errors = False
@@ -126,7 +126,7 @@ def _one(op: Any, value: Any, names: Mapping[int, str]) -> str:
 
 
 def _begun(items: Items) -> str | None:
-    """Matches what a longer match of the items begins with; None where no match is longer than another's beginning."""
+    """A pattern of proper prefixes of the items' matches; None if there are none."""
     rest: str | None = None
     for op, value in reversed(items):
         ways = [] if rest is None else [_one(op, value, {}) + rest]
@@ -148,7 +148,7 @@ def _one_begun(op: Any, value: Any) -> str | None:
             begun = _begun(repeated) if most else None
             before = most if most is sre.MAXREPEAT else most - 1
             return None if begun is None else f"(?:{_whole(repeated)}){_times(0, before)}{begun}"
-    return ""  # of one character, nothing
+    return ""  # a single character has only the empty prefix
 
 
 def _times(least: int, most: Any) -> str:
@@ -160,7 +160,7 @@ def _character(code: int) -> str:
 
 
 def _class(items: Items) -> str:
-    """A class of characters; one of several parts, some of them negated, as alternatives."""
+    """A class of characters; as alternatives if it has several parts, some of them negated."""
     negated = bool(items) and items[0][0] is sre.NEGATE
     inside, outside = "", []
     for op, value in items[negated:]:

@@ -1,7 +1,7 @@
-"""Finds the marks at the begin and end of an answer's fields, in text that arrives in pieces.
+"""Finds the marks at the start and end of an answer's fields, in text that arrives in pieces.
 
-It takes linear time. RE2 does not backtrack. A mark has at most `MAX_MARK` characters, and so has each piece of text.
-So a search covers at most twice as many, and each but the last of a piece advances by a character or to a mark.
+It takes linear time, because RE2 does not backtrack. A mark and a piece of text have at most `MAX_MARK` characters
+each. A search therefore covers at most twice as many, and all searches of a piece but the last advance.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from deployments.chat.mark_patterns import Translated, UnsupportedPattern, compiled, translate
 
-MAX_MARK = 256  # characters of a mark with what must follow, without the whitespace before it
+MAX_MARK = 256  # characters of a mark and its look-ahead, without the whitespace before it
 AHEAD = "ahead_of_mark"
 
 
@@ -21,11 +21,11 @@ class FoundMark(NamedTuple):
     """A mark.
 
     Attributes:
-        pattern: Which of the patterns it is of, by its index.
-        start: Where it begins, without whitespace.
-        end: Where it ends.
-        spaced: Whether whitespace before it is part of it.
-        groups: What its named groups hold.
+        pattern: The index of the pattern.
+        start: Its start, after leading whitespace.
+        end: Its end.
+        spaced: Whether whitespace before it belongs to it.
+        groups: The texts of its named groups.
     """
 
     pattern: int
@@ -36,10 +36,10 @@ class FoundMark(NamedTuple):
 
 
 class MarkSearch:
-    """Patterns of which the next match is looked for.
+    """A search for the next match of several patterns.
 
     Attributes:
-        spaced: Whether whitespace before the mark of one of them is part of the mark.
+        spaced: Whether a mark of any of them includes the whitespace before it.
     """
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
@@ -58,15 +58,15 @@ class MarkSearch:
         self._either = compiled(f"(?:{begun})\\z|{whole}")
 
     def find(self, text: str, at: int, last: bool) -> tuple[int, FoundMark | None]:
-        """Find the first mark that begins at or after `at`; of several, the longest.
+        """Find the first mark that begins at or after `at`; among several, the longest.
 
         Args:
             text: At most `2 * MAX_MARK` characters.
-            at: Where to begin.
-            last: Nothing follows the text.
+            at: Where to start.
+            last: Whether the text is complete.
 
         Returns:
-            The mark, and where it begins. Without a mark, how far there is none, whatever follows.
+            The start of the mark, and the mark. Without a mark, the position before which none can begin.
         """
         pattern = self._whole if last else self._either
         while self._marks and (found := pattern.search(text, at)):
@@ -93,15 +93,15 @@ class MarkSearch:
 
 @functools.lru_cache(maxsize=128)
 def mark_search(*patterns: str) -> MarkSearch:
-    """The watch for these patterns, compiled once."""
+    """The search for these patterns, compiled once."""
     return MarkSearch(patterns)
 
 
 def check(pattern: Any) -> bool:
-    """Whether a compiled pattern of a template may match between two characters; a mark there is empty.
+    """Whether a template's compiled pattern can match between two characters; such a mark is empty.
 
     Raises:
-        UnsupportedPattern: RE2 cannot express it, or it matches before any text.
+        UnsupportedPattern: RE2 cannot express it, or it matches an empty text.
     """
     one = translate(pattern.pattern)
     MarkSearch((pattern.pattern,))
@@ -112,14 +112,14 @@ def check(pattern: Any) -> bool:
 
 
 def begun_answer(template: ResponseTemplate, prompt: str) -> str:
-    """What a prompt has written of the answer: all after the last anchor; nothing where there is none."""
+    """The part of an answer that a prompt already contains: the text after the last anchor; empty without one."""
     found = _last(template.start_anchor_re.pattern).match(prompt)
     return prompt[found.end(1) :] if found else ""
 
 
 @functools.lru_cache(maxsize=128)
 def _last(pattern: str) -> Any:
-    """Matches up to the last match of a pattern, in one search."""
+    """A pattern that matches up to the last match of `pattern`, in one search."""
     return compiled(f"((?s:.*)(?:{translate(pattern).whole}))")
 
 

@@ -1,4 +1,4 @@
-"""Prompts as text and tokens, for jobs and for `/tokenize`."""
+"""Prompts as text and tokens, for jobs and `/tokenize`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deployments.model.model import Model
 
 
 class Echo(NamedTuple):
-    """A prompt as an answer repeats it.
+    """A prompt as repeated in an answer.
 
     Attributes:
         text: The prompt.
-        offsets: Characters of it before each of its tokens.
+        offsets: The number of characters before each of its tokens.
     """
 
     text: str
@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
 
     Attributes:
         ids: Its token ids.
-        text: What they were made of; None where they were sent.
+        text: The text that was tokenized; None if the client sent token ids.
     """
 
     ids: list[int]
@@ -37,7 +37,7 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """One model's way from texts to tokens and back. All of it takes time: call it off the event loop."""
+    """Tokenizes and detokenizes prompts of one model. All of it takes time: call it outside the event loop."""
 
     def __init__(self, model: Model, chat: ChatFormat, token_texts: TokenTexts) -> None:
         self._model = model
@@ -49,7 +49,7 @@ class Prompts:
         """A job's prompts.
 
         Raises:
-            RequestError: One is too long, or the model's template refuses the chat.
+            RequestError: One is too long, or the model's template rejects the chat.
         """
         if job.messages is not None:
             text = self._chat.render(job.messages, job.tools, job.template_kwargs)
@@ -68,28 +68,28 @@ class Prompts:
         return Prompt(self._ids(prompt, add_special_tokens=True), prompt)
 
     def echo(self, prompt: Prompt) -> Echo:
-        """How an answer repeats a prompt: as it was sent, or, of token ids, as they are decoded."""
+        """The prompt as an answer repeats it: as sent or, for token ids, decoded."""
         offsets = TextOffsets(self._token_texts)
         offsets.add(prompt.ids)
         joined = offsets.close()
         text = self._decoded(prompt.ids) if prompt.text is None else prompt.text
-        # What the tokenizer puts before a text (an opening token, a space) is not part of it.
+        # Text that the tokenizer puts before a prompt (an opening token, a space) is not part of it.
         before = len(joined) - len(text) if joined.endswith(text) else 0
         return Echo(text, [min(max(0, end - before), len(text)) for end in offsets.ends[:-1]])
 
     def offsets(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
-        """A prompt's text, special tokens included, and the characters before each token and after the last."""
+        """A prompt's text with special tokens, and the number of characters before each token and after the last."""
         offsets = TextOffsets(self._token_texts)
         offsets.add(prompt.ids)
         return offsets.close(), offsets.ends
 
-    # ---- texts that no request runs
+    # ---- tokenizing without a request
 
     def tokenize(self, text: Text) -> dict[str, Any]:
-        """A text's tokens, as `/tokenize` answers.
+        """The tokens of a text, in the form of the answer of `/tokenize`.
 
         Raises:
-            RequestError: It is too long, or the model's template refuses the chat.
+            RequestError: It is too long, or the model's template rejects the chat.
         """
         if text.messages is not None:
             variables, begins = text.template_kwargs, text.add_generation_prompt
@@ -109,10 +109,10 @@ class Prompts:
         }
 
     def detokenize(self, tokens: Sequence[int], strings: bool = False) -> dict[str, Any]:
-        """The text of tokens, as `/detokenize` answers, and with `strings` each token's own text.
+        """The text of tokens, in the form of the answer of `/detokenize`; with `strings`, also each token's own text.
 
         Raises:
-            RequestError: One is no token id.
+            RequestError: One is not a token id.
         """
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocabulary):
             raise RequestError(f"token ids go from 0 to {self._model.vocabulary - 1}", "tokens")
@@ -120,10 +120,10 @@ class Prompts:
         return {"prompt": self._decoded(list(tokens))} | texts
 
     def plain_ids(self, text: str) -> list[int]:
-        """A text's tokens, without special ones around it."""
+        """Tokenize a text without adding special tokens."""
         return self._ids(text, add_special_tokens=False)
 
-    # ---- both
+    # ---- shared
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
@@ -133,7 +133,7 @@ class Prompts:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def _check_length(self, text: str, field: str) -> None:
-        """Refuse a text before its tokens are counted, where the longest of tokens could not make it fit."""
+        """Reject a text before tokenizing it if it cannot fit even with the longest tokens."""
         most = self._model.context * self._model.longest_token
         if len(text) > most:
             message = (

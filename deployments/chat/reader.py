@@ -1,4 +1,4 @@
-"""Splits a model's text into thoughts, content and tool calls by its response template, in linear time."""
+"""Splits a model's text into reasoning, content and tool calls by its response template, in linear time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deployments.chat.marks import MAX_MARK, FoundMark, MarkSearch, begun_answer
 from deployments.chat.response_templates import REASONING
 from deployments.messages import CallPart
 
-# What reading a call raises where a model wrote no proper one: bad JSON, missing keys, nesting without end.
+# Errors of parsing a malformed call: bad JSON, missing keys, deep nesting.
 NOT_PARSED = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class AnswerParts(NamedTuple):
-    """What new text amounts to: content and thoughts to show, and parts of tool calls."""
+    """The parts in new text: content, reasoning, and parts of tool calls."""
 
     content: str
     tool_calls: tuple[CallPart, ...] = ()
@@ -27,14 +27,14 @@ class AnswerParts(NamedTuple):
 
 
 class AnswerReader:
-    """Reads one answer as it is written; a malformed call is content, except for the parts that were sent already.
+    """Parses one answer as it is generated; a malformed call is content, except for parts already sent.
 
-    It reads as transformers' `ResponseParser` does, which searches all that is undecided by expressions that backtrack,
-    with each piece of text again. Here an undecided text has at most `MAX_MARK` characters, and RE2 reads it.
+    The result is that of transformers' `ResponseParser`, which searches all undecided text again with backtracking
+    expressions for each piece. Here undecided text has at most `MAX_MARK` characters, and RE2 searches it.
 
     Attributes:
-        thinking: Whether the prompt has begun thoughts and left them open (True), or begun and ended them (False).
-        called: Whether there was a call.
+        thinking: True if the prompt has begun reasoning and left it open, False if it has also ended it; else None.
+        called: Whether the answer contains a call.
     """
 
     def __init__(
@@ -45,51 +45,51 @@ class AnswerReader:
         parallel: bool = True,
         streamed: bool = False,
     ) -> None:
-        """Begin an answer.
+        """Start an answer.
 
         Args:
-            template: The form of the model's answers.
-            prompt: What it answers; it may have begun the answer.
-            tools: OpenAI's definitions; without any, what looks like a call is content.
-            parallel: Without, what is called after the first call is left out.
-            streamed: Tell of a call while it is written, not once it is whole.
+            template: The response template of the model.
+            prompt: The prompt, which may contain the start of the answer.
+            tools: OpenAI's definitions; if empty, text in the form of a call is content.
+            parallel: If false, calls after the first are left out.
+            streamed: Send a call while it is generated, rather than when it is complete.
         """
         self._fields = {name: field for name, field in template.fields.items() if tools or name != "tool_calls"}
-        self._implicit = template.implicit  # the field of text that is between no marks
+        self._implicit = template.implicit  # the field of text outside marks
         self._parallel = parallel
         self._streamed = streamed
-        self._pending = ""  # may begin a mark
-        self._space: list[str] = []  # whitespace before it, where that may be part of the mark
-        self._open: str | None = None  # the field whose mark was read
+        self._pending = ""  # may be the start of a mark
+        self._space: list[str] = []  # whitespace before it, if it may belong to the mark
+        self._open: str | None = None  # the field whose opening mark was read
         self._head = None
         if calls := self._fields.get("tool_calls"):
             self._head = head(calls)
-            # By the tools' schemas arguments that have no types are given some; JSON has its own.
+            # The tools' schemas give types to arguments without any; JSON has its own.
             self._values = CallValues(calls, () if self._head else tools)
         self._before = 0  # calls in earlier regions
         self._enter_calls("", {})
         self._forget()
         self.thinking: bool | None = None
-        self._after_thoughts = False  # and before content, whose line ends there are the template's
+        self._after_thoughts = False  # and before content; the line ends between belong to the template
         self.called = False
         self._watched = self._watch()
         self._begin(begun_answer(template, prompt))
 
     def add(self, text: str) -> AnswerParts:
-        """Take more text."""
+        """Add text."""
         for at in range(0, len(text), MAX_MARK):
             self._read(text[at : at + MAX_MARK])
         return self._gathered()
 
     def close(self) -> AnswerParts:
-        """Take the end of the text."""
+        """Process the end of the text."""
         self._read("", last=True)
         self._take(self._spaces())
         self._leave("")
         return self._gathered()
 
     def _begin(self, text: str) -> None:
-        """Take the part of the answer that the prompt has; it is not sent."""
+        """Read the part of the answer that the prompt contains; it is not sent."""
         self.add(text)
         if self._open in REASONING:
             self.thinking = True
@@ -102,7 +102,7 @@ class AnswerReader:
         self.called = False
 
     def _forget(self) -> None:
-        self._content: list[str] = []  # to be sent, as the next two
+        self._content: list[str] = []  # to be sent, like the next two
         self._reasoning: list[str] = []
         self._parts: list[CallPart] = []
         self._thoughts = TrimmedText()
@@ -115,7 +115,7 @@ class AnswerReader:
         return written
 
     def _watch(self) -> MarkSearch:
-        """The marks that may come: the end of the open field, or else the beginning of any."""
+        """The marks that are possible now: the end of the open field, or the start of any field."""
         name = self._open or self._implicit
         closing = [] if name is None else [(name, self._fields[name].close_re)]
         opening = [] if self._open else [(name, field.open_re) for name, field in self._fields.items()]
@@ -138,7 +138,7 @@ class AnswerReader:
             at = mark.end
 
     def _pass(self, text: str) -> None:
-        """Take text that is no mark, but for whitespace at its end that may belong to one."""
+        """Add text outside marks, but hold back trailing whitespace that may belong to one."""
         shown = text.rstrip() if self._watched.spaced else text
         if shown:
             self._take(self._spaces() + shown)
@@ -160,7 +160,7 @@ class AnswerReader:
         self._watched = self._watch()
 
     def _take(self, text: str) -> None:
-        """Take text of the open field."""
+        """Add text to the open field."""
         field = self._open or self._implicit
         if field in REASONING:
             self._reasoning.append(self._thoughts.add(text))
@@ -178,7 +178,7 @@ class AnswerReader:
         self._content.append(content)
 
     def _leave(self, mark: str) -> None:
-        """The open field ends with this mark."""
+        """Close the open field with this mark."""
         field, self._open = self._open, None
         if field in REASONING:
             self._after_thoughts = True
@@ -189,18 +189,18 @@ class AnswerReader:
         self._mark = mark
         self._groups = groups
         self._body: list[str] = []
-        self._length = len(mark)  # of mark and body
+        self._length = len(mark)  # of mark and body together
         self._text = CallText(self._head, groups)
         self._sent = 0  # how much of mark and body was sent
-        self._held: list[CallPart] = []  # to be sent if the region is well formed
+        self._held: list[CallPart] = []  # to be sent if the region is valid
 
     def _leave_calls(self, mark: str) -> None:
-        """End a region of calls, and send the calls that were not sent yet."""
+        """End a region of calls, and send the remaining calls."""
         body = "".join(self._body)
         try:
             calls = self._values.read(body, self._groups)
         except NOT_PARSED:
-            # Sent parts stay: text after arguments is content, and arguments that never end lose their end.
+            # Parts already sent remain: text after arguments is content, and unfinished arguments stay unfinished.
             lost = self._sent and self._text.inside
             self._show("" if lost else f"{self._mark}{body}{mark}"[self._sent :])
             self._before += self._text.begun if self._sent else 0
@@ -212,7 +212,7 @@ class AnswerReader:
         self._before += len(calls)
 
     def _send(self, part: CallPart, end: int) -> None:
-        """Tell a part of the open region's calls, which ends there in mark and body; at once, or where it closes."""
+        """Send a part of the open region's calls, which ends at `end`: at once, or when the region closes."""
         part = part._replace(number=self._before + part.number)
         if part.number and not self._parallel:
             return
@@ -224,14 +224,14 @@ class AnswerReader:
 
 
 class TrimmedText:
-    """A text that comes in pieces, without the whitespace around it."""
+    """A text in pieces, without leading and trailing whitespace."""
 
     def __init__(self) -> None:
         self._space: list[str] = []
         self._begun = False
 
     def add(self, text: str) -> str:
-        """Take more of it and give what is known to be inside."""
+        """Add text and return the part that is certain not to be trailing whitespace."""
         text = text if self._begun else text.lstrip()
         shown = text.rstrip()
         if not shown:
@@ -243,6 +243,6 @@ class TrimmedText:
 
 
 def _merged(parts: Iterable[CallPart]) -> Iterator[CallPart]:
-    """The same with each call's arguments that come in a row in one part."""
+    """Merge consecutive parts of each call's arguments."""
     for (number, id, name), run in itertools.groupby(parts, key=lambda part: (part.number, part.id, part.name)):
         yield CallPart(number, "".join(part.arguments for part in run), id, name)

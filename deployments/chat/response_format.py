@@ -1,4 +1,4 @@
-"""Compiles the requested form of an answer to a grammar."""
+"""Compiles the requested format of an answer to a grammar."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from deployments.model.model import Model
 
 
 class ResponseFormats:
-    """Compiles what jobs ask of one model's answers."""
+    """Compiles the formats that jobs request from one model."""
 
     def __init__(self, chat: ChatFormat, model: Model) -> None:
         self._chat = chat
         self._grammars = GrammarCompiler(model)
 
     def grammar(self, job: Job, prompt: str) -> Grammar | None:
-        """The grammar of the answers to one of a job's prompts; None where any text will do.
+        """The grammar of the answers to one of a job's prompts; None if any text is allowed.
 
         Args:
             job: The job.
-            prompt: A chat's text.
+            prompt: The text of a chat.
 
         Raises:
-            RequestError: A schema is too large, not valid or not supported, or it is not known how this model writes
-                tool calls.
+            RequestError: A schema is too large, invalid or not supported, or this model's tool call format is not
+                known.
         """
         if job.schema is None and not job.must_call:
             return None
@@ -44,7 +44,7 @@ class ResponseFormats:
             raise
 
     def _blame(self, job: Job) -> None:
-        """Raise what is wrong with one schema of a job alone, by its field."""
+        """Raise the error of a single schema of a job, with its field."""
         schemas = [] if job.schema is None or job.must_call else [("response_format", job.schema)]
         for i, tool in enumerate(job.tools or ()):
             function = tool["function"]

@@ -1,4 +1,4 @@
-"""How models write thoughts and tool calls, as response templates in transformers' schema language."""
+"""Formats of reasoning and tool calls, as response templates in transformers' schema language."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deployments.chat.mark_patterns import UnsupportedPattern
 
 logger = logging.getLogger("ray.serve")
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates call the field of thoughts
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning field in templates
 
 CALL = {"type": "function", "function": "{content}"}
 HERMES = {
@@ -34,7 +34,7 @@ MISTRAL = {  # one list of all calls
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
     "transform_each": True,
 }
-MISTRAL_NAMED = {  # since its eleventh tokenizer, a marker before each name and each object
+MISTRAL_NAMED = {  # since tokenizer version 11: a marker before each name and each object
     "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?P<name>[A-Za-z0-9_.-]+)(?:\[CALL_ID\][A-Za-z0-9]+)?\[ARGS\]",
     "close_pattern": r"(?=\[TOOL_CALLS\])",
     "repeats": True,
@@ -49,7 +49,7 @@ LLAMA = {  # the object alone is the call
     "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
 }
 
-# What a chat template says where it writes calls, all of it and nothing of the second -> their form.
+# Text that a chat template contains, text that it does not contain -> its format of calls.
 CALLS: list[tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = [
     (("<tool_call>", "</tool_call>"), ("<function=", "<arg_key>"), HERMES),
     (("[TOOL_CALLS]", "[ARGS]"), (), MISTRAL_NAMED),
@@ -57,7 +57,7 @@ CALLS: list[tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = [
     (('"parameters": ', "<|start_header_id|>"), (), LLAMA),
 ]
 THOUGHTS = [("<think>", "</think>"), ("[THINK]", "[/THINK]")]
-ANCHORS = [  # what comes right before an answer
+ANCHORS = [  # text directly before an answer
     "<|im_start|>assistant\n",
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "[/INST]",
@@ -68,10 +68,10 @@ ANCHORS = [  # what comes right before an answer
 
 
 def response_template(tokenizer: Any, hf: Any) -> ResponseTemplate | None:
-    """The form of a model's answers: the tokenizer's own, transformers', or what its chat template shows.
+    """The format of a model's answers: the tokenizer's own, transformers', or one recognized by its chat template.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         hf: The model.
 
     Returns:
@@ -82,17 +82,17 @@ def response_template(tokenizer: Any, hf: Any) -> ResponseTemplate | None:
 
 
 def thoughts(template: ResponseTemplate) -> str | None:
-    """What a template calls the field of thoughts; None where it has none."""
+    """The name of a template's reasoning field; None if it has none."""
     return next((name for name in REASONING if name in template.fields), None)
 
 
 def markers(template: ResponseTemplate, tokenizer: Any, tools: bool) -> dict[int, str]:
-    """Special tokens that a template goes by, which the text must show: id -> how it reads.
+    """Special tokens that a template depends on, which the text must contain: id -> text.
 
     Args:
-        template: The form of a model's answers.
-        tokenizer: The model's.
-        tools: Whether it may call any.
+        template: The format of a model's answers.
+        tokenizer: The model's tokenizer.
+        tools: Whether the request has tools.
     """
     patterns = [
         pattern.pattern.replace("\\", "")
@@ -109,7 +109,7 @@ def markers(template: ResponseTemplate, tokenizer: Any, tools: bool) -> dict[int
 
 
 def _linear(template: ResponseTemplate) -> ResponseTemplate | None:
-    """The template without the fields that cannot be read in linear time; None where no answer can be read by it."""
+    """The template without fields that cannot be parsed in linear time; None if no answer can be parsed with it."""
     fields = {}
     for name, field in template.fields.items():
         try:
@@ -136,7 +136,7 @@ def _check(name: str, field: ResponseTemplateField) -> None:
 
 
 def _shown(chat_template: Any) -> dict[str, Any] | None:
-    """The form that a chat template itself writes answers in."""
+    """The format of answers that a chat template shows."""
     if not isinstance(chat_template, str):
         return None
     fields: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""One model's chat format: renders messages by its template, and reads thoughts and tool calls in its answers."""
+"""One model's chat format: renders messages with its template, and parses reasoning and tool calls in its answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deployments.chat.grammar import GrammarWriter, RequiredCalls, Thoughts
 from deployments.chat.reader import AnswerReader
 from deployments.errors import RequestError
 
-TEMPLATE_DEFAULTS = {  # what a template is given besides what a request may add
+TEMPLATE_DEFAULTS = {  # default template variables; requests may add others
     "messages",
     "raise_exception",
     "strftime_now",
@@ -31,8 +31,8 @@ class ChatFormat:
     """One model's chat format: messages to a prompt, and an answer's text to a message.
 
     Args:
-        tokenizer: Hugging Face's, with the chat template.
-        hf: The Hugging Face model, whose name helps to recognize the format.
+        tokenizer: The Hugging Face tokenizer, with the chat template.
+        hf: The Hugging Face model; its name helps to recognize the format.
     """
 
     def __init__(self, tokenizer: Any, hf: Any) -> None:
@@ -50,17 +50,17 @@ class ChatFormat:
         more: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt of a chat; by default it ends where an answer begins.
+        """Render a chat to a prompt.
 
         Args:
             messages: In OpenAI's form.
             tools: OpenAI's definitions.
             more: Further variables for the template.
-            add_generation_prompt: Whether an answer begins after it.
+            add_generation_prompt: Whether the prompt ends where an answer begins.
 
         Raises:
-            RequestError: The model has no chat template, it refuses these messages, or `more` has what is not a
-                request's to say.
+            RequestError: The model has no chat template, the template rejects these messages, or `more` has a variable
+                that a request may not set.
         """
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
@@ -71,10 +71,10 @@ class ChatFormat:
         try:
             variables = {**(more or {}), "add_generation_prompt": add_generation_prompt}
             text = self._rendered(messages, tools, **variables)
-            text.encode()  # arguments of earlier calls are JSON in JSON, which can write half of a surrogate pair
+            text.encode()  # arguments of earlier calls are JSON within JSON, which can contain half of a surrogate pair
             return text
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
-            # A template is the model's own program: what it cannot render, it says in ways of its own.
+            # A template is the model's own program and can raise any error.
             raise RequestError(f"the model's chat template rejects these messages: {error}", "messages") from error
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **more: Any) -> str:
@@ -82,17 +82,17 @@ class ChatFormat:
         return str(self._tokenizer.apply_chat_template(parsed, tools=tools, tokenize=False, **more))
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Token ids of a rendered prompt, whose special tokens are already in it."""
+        """The token ids of a rendered prompt, which already contains its special tokens."""
         ids: list[int] = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
         return ids
 
     def reader(
         self, prompt: str, tools: Sequence[dict[str, Any]] | None, parallel: bool = True, streamed: bool = False
     ) -> AnswerReader | None:
-        """Take thoughts and tool calls out of an answer to `prompt`; None where it can have neither.
+        """A parser of reasoning and tool calls in an answer to `prompt`; None if it can have neither.
 
         Raises:
-            RequestError: It is not known how this model writes its tool calls.
+            RequestError: This model's format of tool calls is not known.
         """
         template = self._template
         if tools and not (template and "tool_calls" in template.fields):
@@ -102,7 +102,7 @@ class ChatFormat:
         return AnswerReader(template, prompt, tools or (), parallel, streamed)
 
     def markers(self, tools: Sequence[dict[str, Any]] | None) -> Mapping[int, str]:
-        """The special tokens that an answer with these tools is read by: id -> text."""
+        """The special tokens that must appear in the text of an answer with these tools: id -> text."""
         return self._markers[bool(tools)]
 
     def source(
@@ -116,14 +116,14 @@ class ChatFormat:
         """The grammar of an answer to `prompt`.
 
         Args:
-            prompt: A chat's, which may have begun the answer; None for a text that is no chat's.
-            schema: What a text must obey; None for no text.
-            tools: OpenAI's definitions that may be called.
-            must_call: Functions of which one must be called; where it is empty, a text will do, too.
-            parallel: Whether there may be several calls.
+            prompt: The prompt of a chat, which may contain the start of the answer; None without a chat.
+            schema: The schema of a text; None for no text.
+            tools: OpenAI's definitions of the functions that may be called.
+            must_call: Functions of which one must be called; if empty, a text is also allowed.
+            parallel: Whether several calls are allowed.
 
         Raises:
-            RequestError: A call is required and it is not known how this model writes calls.
+            RequestError: A call is required, and this model's format of calls is not known.
         """
         form = self._form if tools else None
         if must_call and form is None:
@@ -147,7 +147,7 @@ class ChatFormat:
         return GrammarWriter({token.content: id for id, token in self._tokenizer.added_tokens_decoder.items()})
 
     def _thoughts(self, prompt: str) -> Thoughts | None:
-        """How an answer to `prompt` may think; None where it cannot, or the prompt has ended its thoughts."""
+        """The format of reasoning in an answer to `prompt`; None if it has none, or if the prompt has ended it."""
         name = response_templates.thoughts(self._template) if self._template else None
         if self._template is None or name is None:
             return None
@@ -156,17 +156,17 @@ class ChatFormat:
         if thinking is False or not (field.open_literals and field.close_literals):
             return None
         if not thinking and field.close_literals[0] not in str(self._tokenizer.chat_template):
-            return None  # other models of its kind think
+            return None  # other models with this template do
         return Thoughts(field.open_literals[0], field.close_literals[0], bool(thinking))
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates expect the arguments of earlier calls as an object; OpenAI's clients send them as JSON text."""
+    """Parse the arguments of earlier calls: OpenAI's clients send JSON text, and templates expect an object."""
     parsed = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
         if isinstance(function["arguments"], str):
-            with contextlib.suppress(ValueError):  # text that is no JSON stays text, as the model wrote it
+            with contextlib.suppress(ValueError):  # keep other text as the model wrote it
                 function["arguments"] = json.loads(function["arguments"])
         parsed.append({**call, "function": function})
     return {**message, "tool_calls": parsed} if parsed else message

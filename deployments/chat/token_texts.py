@@ -1,4 +1,4 @@
-"""The text of single tokens, and the bytes that each adds to an answer."""
+"""The text of single tokens, and the bytes that each one adds to an answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """Writes one tokenizer's tokens; each is worked out once."""
+    """The texts of one tokenizer's tokens, each computed once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
@@ -30,7 +30,7 @@ class TokenTexts:
         self._known: dict[int, TokenText] = {}
 
     def scored(self, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int = 0) -> list[TokenLogprob]:
-        """Tokens and their likeliest, after `offset` characters of text."""
+        """Tokens with their logprobs and top tokens, after `offset` characters of text."""
         return [
             TokenLogprob(
                 ScoredToken(*self.of(token), logprob.logprob),
@@ -43,7 +43,7 @@ class TokenTexts:
     def seen(
         self, tokens: Sequence[int], asked: LensLayers, lens: Sequence[Sequence[LayerTokens]]
     ) -> list[TokenLayers]:
-        """Tokens and, for each, the lens of the requested layers."""
+        """Tokens with the lens of the requested layers."""
 
         def layer(number: int, one: LayerTokens) -> LayerTop:
             top = tuple((id, self.of(id), logprob) for id, logprob in one.top)
@@ -57,19 +57,19 @@ class TokenTexts:
     def of_prompt(
         self, tokens: Sequence[int], logprobs: Sequence[Logprob], offsets: Sequence[int]
     ) -> list[TokenLogprob]:
-        """A prompt's tokens, the first of which has no logprob, each after so many characters of it."""
+        """A prompt's tokens with their logprobs and offsets; the first token has no logprob."""
         first = TokenLogprob(ScoredToken(*self.of(tokens[0]), None), (), offsets[0])
         placed = [one._replace(offset=offset) for one, offset in zip(logprobs, offsets[1:], strict=True)]
         return [first, *self.scored(tokens[1:], placed)]
 
     def of(self, token: int) -> TokenText:
-        """One token, by its id."""
+        """One token by its id."""
         if token not in self._known:
             self._known[token] = self._spell(token)
         return self._known[token]
 
     def shown(self, token: int) -> bytes:
-        """What a token adds to a prompt that is repeated, where special tokens are text, too."""
+        """The bytes that a token adds to a repeated prompt, in which special tokens are text."""
         if (added := self._added.get(token)) is not None:
             return str(added.content).encode()
         return self.of(token).raw or b""
@@ -78,7 +78,7 @@ class TokenTexts:
         if (added := self._added.get(token)) is not None:
             return TokenText(added.content, None if added.special else added.content.encode())
         piece = self._tokenizer.backend_tokenizer.id_to_token(token)
-        if piece is None:  # models pad their vocabulary beyond their tokenizer's
+        if piece is None:  # models pad their vocabulary beyond that of the tokenizer
             return TokenText(f"token_id:{token}", None)
         raw = self._bytes(token, piece)
         return TokenText(raw.decode(errors="backslashreplace"), raw)
@@ -88,7 +88,7 @@ class TokenTexts:
             return bytes(BYTES[character] for character in piece)
         if self._falls_back and (byte := BYTE_FALLBACK.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
-        # Behind another token, since many decoders drop the space that begins a text.
+        # After another token, because many decoders drop a leading space.
         before = self._decode(self._before)
         return self._decode([*self._before, token]).removeprefix(before).encode()
 
@@ -97,10 +97,10 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Where the tokens of a text begin in it, as it grows. Special tokens count as text.
+    """The start of each token in a growing text. Special tokens count as text.
 
     Attributes:
-        ends: Characters before each token, and after the last.
+        ends: The number of characters before each token, and after the last.
     """
 
     def __init__(self, token_texts: TokenTexts) -> None:
@@ -110,19 +110,19 @@ class TextOffsets:
         self.ends = [0]
 
     def add(self, tokens: Iterable[int]) -> None:
-        """Take the text's next tokens. One that ends within a character begins the next token there."""
+        """Add tokens. If one ends within a character, the next token starts at that character."""
         for token in tokens:
             part = self._decoder.decode(self._token_texts.shown(token))
             self._parts.append(part)
             self.ends.append(self.ends[-1] + len(part))
 
     def close(self) -> str:
-        """The whole text, at its end."""
+        """End the text and return all of it."""
         return "".join(self._parts) + self._decoder.decode(b"", final=True)
 
 
 def _kinds(decoder: Any) -> set[str]:
-    """The types of a tokenizer's decoder and those within it."""
+    """The types of a tokenizer's decoder, including nested ones."""
     if decoder is None:
         return set()
     state = json.loads(decoder.__getstate__())

@@ -1,4 +1,4 @@
-"""How a model writes tool calls, derived from its chat template, so that a request can force a call."""
+"""A model's format of tool calls, derived from its chat template, so that a request can force a call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str]
 
 
 class Separators(NamedTuple):
-    """What stands between a key and its value, and between two items, in JSON on one line."""
+    """The JSON separators between a key and its value, and between two items, on one line."""
 
     key: str
     item: str
@@ -41,11 +41,11 @@ class ToolCallFormat(NamedTuple):
     """The text of calls: `begin` name `middle` arguments [`between` name `middle` arguments]* `end`.
 
     Attributes:
-        begin: Before the first name.
-        middle: Between a name and its arguments, a JSON object.
-        between: Between arguments and the next call's name; None where a message has one call at most.
-        end: Behind the last arguments.
-        separators: Those of the arguments; None where they are written over several lines, or otherwise.
+        begin: The text before the first name.
+        middle: The text between a name and its arguments, a JSON object.
+        between: The text between arguments and the next call's name; None if a message has at most one call.
+        end: The text after the last arguments.
+        separators: The separators of the arguments; None if they span several lines or differ.
     """
 
     begin: str
@@ -55,21 +55,21 @@ class ToolCallFormat(NamedTuple):
     separators: Separators | None = None
 
     def text(self, calls: int) -> str:
-        """So many calls of the probe."""
+        """The text of this many calls of the probe."""
         one = NAME + self.middle + json.dumps(ARGUMENTS)
         return self.begin + (self.between or "").join([one] * calls) + self.end
 
 
 def learn(render: Render, template: ResponseTemplate, ends: Sequence[str]) -> ToolCallFormat | None:
-    """Find out how a chat template writes calls, and check that the model's response template reads them so.
+    """Derive how a chat template writes calls, and check that the model's response template parses them.
 
     Args:
-        render: Renders messages and tools, without a beginning of the next answer.
-        template: The form of the model's answers.
+        render: Renders messages and tools, without a generation prompt.
+        template: The format of the model's answers.
         ends: Special tokens that may end an answer.
 
     Returns:
-        None where calls are not written as a name and a JSON object, or not read as they are written.
+        None if calls are not a name and a JSON object, or are not parsed as they are written.
     """
     form = _one(render, template, ends)
     if form is None or not _reads(template, form.text(1), 1):
@@ -107,18 +107,18 @@ def _between(render: Render, template: ResponseTemplate) -> str | None:
 
 
 def _turn(render: Render, template: ResponseTemplate, calls: int) -> str:
-    """An answer of so many calls, as the template writes it; empty where it does not."""
+    """Render an answer with this many calls; empty if the template cannot."""
     call = {"id": ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call] * calls}
     try:
         text = render([QUESTION, answer], [TOOL])
-    except (TemplateError, TypeError, ValueError, KeyError):  # a template refuses in ways of its own
+    except (TemplateError, TypeError, ValueError, KeyError):  # a template rejects messages with any of these
         return ""
     return template.truncate_past_last_anchor(text) if template.start_anchor_re.search(text) else ""
 
 
 def _arguments(turn: str, start: int) -> tuple[int, int] | None:
-    """Where the first JSON object after `start` begins and ends, if it is the probe's."""
+    """The start and end of the first JSON object after `start`, if it is the probe's."""
     at = turn.find("{", start)
     try:
         value, stop = json.JSONDecoder().raw_decode(turn, at) if at >= 0 else (None, 0)
@@ -135,7 +135,7 @@ def _separators(arguments: str) -> Separators | None:
 
 
 def _without_id(text: str) -> str:
-    """A call without its id, which the model need not write."""
+    """A call without its id, which the model may omit."""
     return re.sub(rf',\s*"id":\s*"{ID}"', "", text)
 
 

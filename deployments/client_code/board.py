@@ -18,26 +18,26 @@ from deployments.client_code.job import LAST, Update
 from deployments.clusters import ON_HEAD, detached
 from deployments.errors import RequestError
 
-MOST_JOBS = 1024  # kept at once; for a new one, the oldest ended job of the owner with most of them is removed
+MOST_JOBS = 1024  # for a new one, the oldest ended job of the owner with the most jobs is removed
 MOST_LISTENERS = 1024
-MAX_PENDING_UPDATES = 10_000  # updates that wait for a listener; the oldest go
-KEEP_S = 3600.0  # an ended job and its result are kept
-JOB_TIMEOUT_S = 30.0  # without a sign of life from the replica after which a job is lost
-POLL_S = 20.0  # the longest that a listener's call waits
-LISTENER_TIMEOUT_S = 60.0  # without a sign of life from its ingress after which a listener has gone
-RESULTS_BYTES = 1 << 30  # of all results together; the oldest of the owner with most bytes are removed first
+MAX_PENDING_UPDATES = 10_000  # updates that wait for a listener; the oldest are dropped
+KEEP_S = 3600.0  # for an ended job and its result
+JOB_TIMEOUT_S = 30.0  # without a heartbeat of the replica, after which a job is lost
+POLL_S = 20.0  # the longest wait of a listener's call
+LISTENER_TIMEOUT_S = 60.0  # without a call of its ingress, after which a listener is removed
+RESULTS_BYTES = 1 << 30  # of all results together; the oldest of the owner with the most bytes are removed first
 
-_NOBODY = "no client is connected with this id: subscribe first", "session_id", "session_not_found", 404
+_NO_LISTENER = "no client is connected with this id: subscribe first", "session_id", "session_not_found", 404
 
 
 @dataclass(eq=False)
 class _Job:
     latest: Update
     listener: str | None
-    owner: str | None  # who sent it
-    last_seen: float  # when its replica last reported, or it ended
+    owner: str | None  # the sender
+    last_seen: float  # the last report of its replica, or its end
     result: list[bytes] = field(default_factory=list)
-    token: str = field(default_factory=secrets.token_urlsafe)  # who fetches the result shows it
+    token: str = field(default_factory=secrets.token_urlsafe)  # required to fetch the result
 
     @property
     def ended(self) -> bool:
@@ -50,7 +50,7 @@ class _Listener:
     owner: str | None
     updates: deque[Update] = field(default_factory=lambda: deque(maxlen=MAX_PENDING_UPDATES))
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    last_seen: float = field(default_factory=time.monotonic)  # when its ingress last asked
+    last_seen: float = field(default_factory=time.monotonic)  # the last call of its ingress
 
 
 class Board:
@@ -64,10 +64,10 @@ class Board:
         self._listeners: dict[str, _Listener] = {}
 
     async def listen(self, owner: str | None = None) -> str:
-        """A new listener's id.
+        """Add a listener and return its id.
 
         Args:
-            owner: Who listens; None without API keys.
+            owner: The listener's owner; None without API keys.
 
         Raises:
             RequestError: There are too many.
@@ -82,13 +82,13 @@ class Board:
         return name
 
     async def updates(self, listener: str) -> list[Update]:
-        """The updates that a listener has not received; waits a while for some, and may return none.
+        """Wait for updates that a listener has not received; may return none.
 
         Raises:
             RequestError: There is no such listener.
         """
         if listener not in self._listeners:
-            raise RequestError(*_NOBODY)
+            raise RequestError(*_NO_LISTENER)
         found = self._listeners[listener]
         self._sweep()
         try:
@@ -102,7 +102,7 @@ class Board:
         return gathered
 
     async def listens(self, listener: str) -> None:
-        """Note that a listener is still connected."""
+        """Record that a listener is still connected."""
         self._sweep()
         if found := self._listeners.get(listener):
             found.last_seen = time.monotonic()
@@ -112,18 +112,18 @@ class Board:
         self._listeners.pop(listener, None)
 
     async def open(self, listener: str | None, owner: str | None = None) -> str:
-        """A new job's id.
+        """Add a job and return its id.
 
         Args:
-            listener: The socket that gets its updates; None if its client polls.
-            owner: Who sends it; None without API keys.
+            listener: The listener that receives its updates; None if its client polls.
+            owner: The sender; None without API keys.
 
         Raises:
-            RequestError: There is no such listener of the owner's, or there are too many jobs.
+            RequestError: The owner has no such listener, or there are too many jobs.
         """
         self._sweep()
         if listener is not None and (listener not in self._listeners or self._listeners[listener].owner != owner):
-            raise RequestError(*_NOBODY)
+            raise RequestError(*_NO_LISTENER)
         if len(self._jobs) >= MOST_JOBS:
             ended = [(name, job.owner) for name, job in self._jobs.items() if job.ended]  # the oldest first
             if not ended:
@@ -140,8 +140,8 @@ class Board:
         """Record updates of jobs and pass them to the jobs' listeners. Unknown and ended jobs are ignored.
 
         Args:
-            updates: In order.
-            result: The result of the job that finished, if the client is to fetch it; else empty.
+            updates: The updates in order.
+            result: The result of the finished job, if the client is to fetch it; otherwise empty.
         """
         for update in updates:
             job = self._jobs.get(update.id)
@@ -149,7 +149,7 @@ class Board:
                 self._note(job, update, result)
 
     async def heartbeat(self, job_id: str) -> bool:
-        """A replica reports that it still runs a job; false if the job may stop, as no client waits for it."""
+        """Record that a replica still runs a job; false if no client waits for it, so that it may stop."""
         job = self._jobs.get(job_id)
         if job is None or job.ended or (job.listener is not None and job.listener not in self._listeners):
             return False
@@ -168,7 +168,7 @@ class Board:
         return job.latest, job.token if job.result else None
 
     async def result(self, job_id: str, token: str, first: int, end: int) -> tuple[str | None, int, bytes] | None:
-        """A finished job's owner, the length of its result, and its bytes from `first` to `end`; None where none is."""
+        """A finished job's owner, its result's length, and the bytes from `first` to `end`; None if there is none."""
         job = self._jobs.get(job_id)
         if job is None or not job.result or not secrets.compare_digest(job.token.encode(), token.encode()):
             return None
@@ -186,7 +186,7 @@ class Board:
             listener.news.set()
 
     def _sweep(self) -> None:
-        """Remove expired listeners and jobs, fail jobs whose replica is silent, and bound the results' bytes."""
+        """Remove expired listeners and jobs, fail jobs without heartbeats, and limit the results' bytes."""
         now = time.monotonic()
         for name, listener in list(self._listeners.items()):
             if now - listener.last_seen > LISTENER_TIMEOUT_S:
@@ -210,5 +210,5 @@ class Board:
 
 
 def connect() -> Any:
-    """The handle of the cluster's board, an actor on the head node. The first call starts it."""
+    """The handle of the cluster's board, an actor on the head node; started by the first call."""
     return detached(Board, "clients' jobs", max_concurrency=10_000, resources=ON_HEAD).remote()

@@ -43,12 +43,12 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True)
 class JobModel:
-    """What jobs run on.
+    """The model of jobs and their sandbox.
 
     Attributes:
         weights: The model.
         tokenizer: Its tokenizer.
-        sandbox: What holds a job's process.
+        sandbox: The sandbox of a job's process.
     """
 
     weights: SharedWeights
@@ -61,7 +61,7 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
 
     Args:
         replica: The socket to it.
-        model: What the job runs on.
+        model: The model of the job.
         weights_fd: The file with its weights.
     """
     to = ReplicaSocket(replica)
@@ -69,7 +69,7 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
         _leave_the_host(replica.fileno(), weights_fd)
         storage = model.weights.mapped(weights_fd)
         os.close(weights_fd)
-        model.sandbox.enter()  # CUDA's threads, which come with the module, would stay outside
+        model.sandbox.enter()  # CUDA's threads, which start with the module, would stay outside
         _, body = receive(replica)
         _, block = receive(replica)
         asked = json.loads(body)
@@ -94,7 +94,7 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
 def _outcome(
     model: TransformersModel, asked: dict[str, Any], block: bytes, limits: Limits, to: ReplicaSocket
 ) -> tuple[Kind, bytes]:
-    """The frame with the job's result, or with its failure as the client is to read it."""
+    """The frame with the job's result, or with its failure for the client."""
     try:
         model._remoteable_set_env(asked["env"])
         persistent = model._remoteable_persistent_objects()
@@ -112,44 +112,44 @@ def _outcome(
 
 
 def _saved(tracer: Any) -> dict[str, Any]:
-    """Run a block; what it saved, by the names that its frame would get.
+    """Run a block and return its saved values by the names in its frame.
 
     `Tracer.__exit__` does the same around a local block.
     """
-    tracer.info.frame.f_locals = pushed = _Pushed(tracer.info.frame.f_locals)
+    tracer.info.frame.f_locals = names = _FrameNames(tracer.info.frame.f_locals)
     inc()
     try:
         tracer.execute(tracer.info.code)
     finally:
         dec()
-    return pushed.saved
+    return names.saved
 
 
-class _Pushed(dict[str, Any]):
-    """A frame's names, that notes what is written back into it."""
+class _FrameNames(dict[str, Any]):
+    """A frame's names; records the values that are written back."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(names)
         self.saved: dict[str, Any] = {}
 
     def update(self, names: dict[str, Any]) -> None:  # type: ignore[override]
-        """Take names with their values."""
+        """Set names to values."""
         super().update(names)
         self.saved.update(names)
 
 
 def _written(saved: dict[str, Any], compress: bool) -> bytes:
-    """Saved values as the client's `torch.load` reads them."""
+    """Serialize saved values for the client's `torch.load`."""
     buffer = io.BytesIO()
     torch.save(saved, buffer, pickle_module=_COMPACT, pickle_protocol=4)
     return zstandard.compress(buffer.getvalue(), LEVEL) if compress else buffer.getvalue()
 
 
 class _Compact(pickle.Pickler):
-    """Writes a tensor that shows a part of a larger one as a copy of itself: else all of that one would travel."""
+    """Serializes a view of a larger tensor as a copy; otherwise the whole larger tensor would be sent."""
 
     def reducer_override(self, value: Any) -> Any:
-        """How such a tensor is written; anything else as ever."""
+        """The serialization of such a view; the default for anything else."""
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return NotImplemented
         if value.untyped_storage().nbytes() <= value.nbytes:
@@ -164,7 +164,7 @@ _COMPACT = types.SimpleNamespace(Pickler=_Compact, __name__="pickle", dumps=pick
 
 
 def _error_text(error: BaseException) -> str:
-    """A failure with its own type, message and the client's own lines; its causes, too."""
+    """The text of a failure: type, message and the client's own lines; its causes, too."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -176,18 +176,18 @@ def _error_text(error: BaseException) -> str:
 
 
 def _cut(text: str) -> bytes:
-    """A text, cut to the length that is sent of a failure."""
+    """A text, cut to the maximum length of a failure."""
     if len(text) > MAX_ERROR_CHARACTERS:
         half, left_out = MAX_ERROR_CHARACTERS // 2, len(text) - MAX_ERROR_CHARACTERS
         text = f"{text[:half]}\n... ({left_out} characters are left out) ...\n{text[-half:]}"
     return text.encode(errors="replace")
 
 
-# ---- what the process may do
+# ---- limits of the process
 
 
 def _leave_the_host(*keep: int) -> None:
-    """Become a group of its own that ends with the host, with no file but those to keep."""
+    """Start a process group that ends with the host, and close all files except these."""
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     os.nice(NICE)
@@ -206,7 +206,7 @@ def _leave_the_host(*keep: int) -> None:
 
 
 def _limit(limits: Limits, sandbox: Sandbox) -> None:
-    """Keep to the limits from here on, with random numbers of its own: the host's are the same for all."""
+    """Apply the limits, and seed the random numbers: the host's state is the same for all jobs."""
     torch.seed()
     np.random.seed()
     random.seed()
@@ -219,15 +219,15 @@ def _limit(limits: Limits, sandbox: Sandbox) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (TMP_BYTES, TMP_BYTES))
         most_stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         resource.setrlimit(resource.RLIMIT_STACK, (most_stack, most_stack))
-    if sandbox.other_user or (sandbox.user_namespace and count_threads()):  # else the server's own threads count, too
+    if sandbox.other_user or (sandbox.user_namespace and count_threads()):  # else the server's threads count, too
         resource.setrlimit(resource.RLIMIT_NPROC, (MOST_THREADS, MOST_THREADS))
 
 
 def _end_in_time(limits: Limits, to: ReplicaSocket) -> None:
-    """Begin: what is not done at the limit fails where it is."""
+    """Start the timer: a job that reaches the limit fails."""
 
     def late(*_: Any) -> None:
-        if to.sending:  # half a message would spoil all that follow
+        if to.sending:  # half a message would corrupt all later ones
             signal.setitimer(signal.ITIMER_REAL, FLUSH_S)
             return
         raise TimeoutError(f"the job is not done after the server's limit of {limits.seconds:g} s")

@@ -11,13 +11,13 @@ CHUNK = 1 << 20
 
 
 class Kind(Enum):
-    """What a frame holds."""
+    """The content of a frame."""
 
     JOB = b"J"  # JSON: limits and settings of the model
     BLOCK = b"B"  # the client's pickled block
     LOG = b"L"  # text that the job printed
-    RUNNING = b"R"  # nothing: the client's code begins
-    DONE = b"D"  # the result, as the client will open it
+    RUNNING = b"R"  # nothing: the client's code starts
+    DONE = b"D"  # the result for the client
     FAILED = b"F"  # a traceback
 
 
@@ -27,10 +27,10 @@ def send(to: socket.socket, kind: Kind, body: bytes) -> None:
 
 
 def receive(of: socket.socket) -> tuple[Kind, bytes]:
-    """The next frame.
+    """Receive a frame.
 
     Raises:
-        EOFError: The other side has gone.
+        EOFError: The other side has closed the socket.
     """
     kind, length = HEAD.unpack(_exactly(of, HEAD.size))
     return Kind(kind), _exactly(of, length)

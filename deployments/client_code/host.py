@@ -17,7 +17,7 @@ PID = Struct("<i")
 
 
 def main(control: socket.socket, weights_fd: int) -> None:
-    """Fork a process for each socket that comes, until the replica has gone."""
+    """Fork a process for each received socket, until the replica closes its end."""
     import nnsight  # noqa: F401 - so that no job waits for it
     import torch
     import transformers.pipelines.text_generation  # noqa: F401 - the pipeline that nnsight wraps a model in
@@ -28,7 +28,7 @@ def main(control: socket.socket, weights_fd: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children are reaped by the kernel
     _, body = receive(control)
-    model = pickle.loads(body)  # noqa: S301 - the replica's own
+    model = pickle.loads(body)  # noqa: S301 - sent by the replica
     send(control, Kind.RUNNING, b"")
     while True:
         _, fds, _, _ = socket.recv_fds(control, 1, 1)

@@ -23,7 +23,7 @@ OWN_FOLDER = WRITE | READ | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_FILE | MA
 
 
 def version() -> int:
-    """The kernel's version of Landlock; 0 where it has none."""
+    """The kernel's version of Landlock; 0 if it has none."""
     try:
         return call("syscall", CREATE_RULESET, None, 0, VERSION)
     except OSError:
@@ -31,13 +31,13 @@ def version() -> int:
 
 
 def restrict(version: int, readable: Iterable[str], writable: Iterable[str], own: Iterable[str]) -> None:
-    """Give up all files but these, and, where the version can, TCP and signals to others. It needs no_new_privs.
+    """Restrict this process to some files and, if the version can, block TCP and signals. It needs no_new_privs.
 
     Args:
-        version: The kernel's, at least 1.
-        readable: Paths that may be read; one that is not there is passed over.
-        writable: Files that may be written, too: devices.
-        own: Directories in which anything may be done but executing.
+        version: The kernel's version of Landlock, at least 1.
+        readable: Paths that may be read; missing ones are skipped.
+        writable: Files that may also be written, such as devices.
+        own: Directories in which everything is allowed except executing files.
 
     Raises:
         OSError: The kernel refuses it.
@@ -59,7 +59,7 @@ def restrict(version: int, readable: Iterable[str], writable: Iterable[str], own
 def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         fd = os.open(path, os.O_PATH)
-    except (FileNotFoundError, PermissionError):  # what this user cannot reach needs no rule
+    except (FileNotFoundError, PermissionError):  # paths that this user cannot reach need no rule
         return
     try:
         if not stat.S_ISDIR(os.fstat(fd).st_mode):

@@ -31,15 +31,15 @@ TMP = "/tmp"
 
 
 def enter(own_user: bool, own_pids: bool, paths: Iterable[str]) -> None:
-    """Go over into new namespaces with a file system that shows some paths, read-only, and an empty `/tmp`.
+    """Enter new namespaces with a file system of some read-only paths and an empty `/tmp`.
 
-    With process ids of its own it returns in a child, whose parent waits for it and ends with it.
+    With `own_pids` it returns in a child, whose parent waits for it and ends with it.
 
     Args:
-        own_user: Whether to make a user namespace first, which needs no rights. Without it root's are needed.
-        own_pids: Whether to have process ids and System V's objects of its own. CUDA shares memory with no process that
-            has.
-        paths: Files and directories, at the places where they are; one that is not there is passed over.
+        own_user: Whether to make a user namespace first, which needs no rights; otherwise root's are needed.
+        own_pids: Whether to use own namespaces of process ids and System V objects. CUDA shares no memory with such a
+            process.
+        paths: Files and directories, which keep their paths; missing ones are skipped.
 
     Raises:
         OSError: The kernel refuses it.
@@ -59,13 +59,13 @@ def enter(own_user: bool, own_pids: bool, paths: Iterable[str]) -> None:
 
 
 def count_threads() -> bool:
-    """Whether a limit on a user's threads counts those in a user namespace by themselves: from Linux 5.14 on."""
+    """Whether a limit on a user's threads counts those of a user namespace separately, as from Linux 5.14 on."""
     version = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return version is not None and (int(version[1]), int(version[2])) >= (5, 14)
 
 
 def become_other() -> None:
-    """Become a user who owns nothing; it needs root's rights.
+    """Become a user who owns nothing; this needs root's rights.
 
     Raises:
         OSError: The kernel refuses it.
@@ -76,18 +76,18 @@ def become_other() -> None:
 
 
 def _become_first() -> None:
-    """Go on as a child: a namespace of process ids is for children. All in it end when the first of them does."""
+    """Continue in a child: a namespace of process ids applies to children. All its processes end with the first."""
     child = os.fork()
     if child:
-        os.closerange(0, 1 << 16)  # the other side sees by its socket when the job ends
+        os.closerange(0, 1 << 16)  # the other side learns from its socket that the job has ended
         os.waitpid(child, 0)
         os._exit(0)
 
 
 def _show(paths: Iterable[str]) -> None:
-    """Make a file system of these paths alone the root."""
+    """Make a file system of only these paths the root."""
     sources = [(path, os.path.realpath(path)) for path in paths if os.path.exists(path)]
-    os.umask(0o022)  # the server's own may close what is made here to the job's user
+    os.umask(0o022)  # the server's umask may hide the new directories from the job's user
     call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     call("mount", b"tmpfs", TMP.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=755,size=1m")
     os.chdir(TMP)

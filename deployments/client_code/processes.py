@@ -22,21 +22,21 @@ from deployments.client_code.sandbox import Sandbox
 
 logger = logging.getLogger("ray.serve")
 
-WARM_S = 120.0  # within which a host has its libraries loaded
-FORK_S = 10.0  # within which it forks
-# Of the environment: the server's keys and addresses are no business of a client's code.
+WARM_S = 120.0  # the longest time to load the libraries
+FORK_S = 10.0  # the longest time to fork
+# Environment variables to pass on: client code must not see the server's keys and addresses.
 KEPT_VARIABLES = ["PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"]
 KEPT_VARIABLES += ["HF_HOME", "HF_MODULES_CACHE", "HF_HUB_OFFLINE"]
 
 
 def sandbox(gpu: bool) -> Sandbox:
-    """The best that this system has; a process of its own tries it out.
+    """The strongest sandbox of this system, determined in a separate process.
 
     Args:
         gpu: Whether the weights are on a GPU.
 
     Raises:
-        RuntimeError: It cannot be found out, or none works.
+        RuntimeError: It cannot be determined, or none works.
     """
     command = [sys.executable, "-m", "deployments.client_code.sandbox", "gpu" if gpu else "cpu"]
     done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=WARM_S)
@@ -54,13 +54,13 @@ class JobProcesses:
     """Starts processes for jobs over one model. Its methods block, and may be called from any thread."""
 
     def __init__(self, model: JobModel) -> None:
-        """Begin to start the host.
+        """Start the host in the background.
 
         Args:
-            model: What the jobs run on.
+            model: The model of the jobs.
         """
         self._model = model
-        self._lock = threading.Lock()  # around the host: its answers come in the order of questions
+        self._lock = threading.Lock()  # around the host, whose answers come in the order of requests
         self._host: _Host | None = None
         threading.Thread(target=self._warm, name="client-code", daemon=True).start()
 
@@ -68,8 +68,8 @@ class JobProcesses:
         """Fork a job's process and send it the job.
 
         Raises:
-            OSError: No host forks.
-            EOFError: Each ends instead.
+            OSError: No host can fork.
+            EOFError: The hosts end instead.
         """
         asked = {"limits": asdict(limits), "env": job.env, "compress": job.compress}
         ours, theirs = socket.socketpair()
@@ -83,7 +83,7 @@ class JobProcesses:
         try:
             send(ours, Kind.JOB, json.dumps(asked).encode())
             send(ours, Kind.BLOCK, job.blob)
-        except OSError:  # it has ended already; its listener gets the error
+        except OSError:  # it has already ended; its listener gets the error
             logger.warning("the process of job %s ended at once", job.id)
         return process
 
@@ -105,7 +105,7 @@ class JobProcesses:
                 return self._ready_host().fork(to)
             except (OSError, EOFError):
                 logger.warning("the host process of clients' jobs does not fork and is replaced", exc_info=True)
-                self._end_host()  # its answers may come late, and belong to other questions
+                self._end_host()  # late answers would be taken for those of other requests
             try:
                 return self._ready_host().fork(to)
             except (OSError, EOFError):
@@ -125,10 +125,10 @@ class JobProcesses:
 
 
 class JobProcess:
-    """A job's process.
+    """The process of one job.
 
     Attributes:
-        socket: To it.
+        socket: The connection to it.
     """
 
     def __init__(self, pid: int, to: socket.socket) -> None:
@@ -136,10 +136,10 @@ class JobProcess:
         self._pid = pid
 
     def kill(self) -> None:
-        """End it and all it started in its group.
+        """Kill it and all processes in its group.
 
-        A number is not given to another process while a group goes by it; once all of them have ended it is free, but
-        this comes long before all numbers have been used.
+        The number is not reused while a group has it. Afterwards it is free, but this call comes long before the
+        numbers wrap around.
         """
         for end in (os.killpg, os.kill):  # it may not have a group yet
             with contextlib.suppress(ProcessLookupError):
@@ -147,7 +147,7 @@ class JobProcess:
 
 
 class _Host:
-    """The process that jobs are forked from."""
+    """The process that forks jobs."""
 
     def __init__(self, model: JobModel) -> None:
         self._control, theirs = socket.socketpair()
@@ -172,7 +172,7 @@ class _Host:
         return self._process.poll() is None
 
     def fork(self, to: socket.socket) -> int:
-        """Fork a process that holds a socket; its id."""
+        """Fork a process with this socket; returns its id."""
         socket.send_fds(self._control, [b"\0"], [to.fileno()])
         answer = self._control.recv(PID.size, socket.MSG_WAITALL)
         if len(answer) < PID.size:
@@ -181,7 +181,7 @@ class _Host:
         return int(pid)
 
     def close(self) -> None:
-        """End it, and with it every job."""
+        """End it and all its jobs."""
         self._control.close()
         self._process.kill()
         self._process.wait()

@@ -27,27 +27,27 @@ from deployments.options import Options
 logger = logging.getLogger("ray.serve")
 
 LOG_BYTES = 1 << 20  # that a job may print
-STREAMED_BYTES = 1 << 20  # a result of at most so many goes with its message; a larger one is fetched
-HEARTBEAT_S = 1.0  # between heartbeats to the board, whose answer is whether a client waits
-LOST_S = 30.0  # without an answer of the board after which no client is assumed to wait
-BOARD_S = 30.0  # the longest that the board is waited for
-GRACE_S = 5.0  # after its time a job may still say where it was, which takes long where others want the processor
-SET_UP_S = 60.0  # before its time begins: the model is mapped then
+STREAMED_BYTES = 1 << 20  # a result up to this size is sent with its message; a larger one is fetched
+HEARTBEAT_S = 1.0  # between heartbeats to the board, which answers whether a client waits
+LOST_S = 30.0  # without the board's answer after which no client is assumed to wait
+BOARD_S = 30.0  # the longest wait for the board
+GRACE_S = 5.0  # after the time limit, for the job to report where it was: others may want the processor
+SET_UP_S = 60.0  # before the time limit starts: mapping the model
 ENDED = (
     "the job's process ended without a report: it crashed, or it was killed, as the kernel does when memory runs out"
 )
 
 
 def runner(options: Options, model: Model, host: str | None) -> CodeRunner:
-    """What runs clients' jobs over a model.
+    """The runner of clients' jobs for a model.
 
     Args:
-        options: The operator's.
-        model: Loaded to be shared.
+        options: The operator's options.
+        model: The model, loaded with `share`.
         host: The address that Serve's proxies listen on; None for all of them.
 
     Raises:
-        LoadError: Other machines reach the server, and this one cannot isolate jobs.
+        LoadError: Other machines can reach the server, and this system cannot isolate jobs.
     """
     assert model.shared is not None
     job_model = JobModel(model.shared, model.tokenizer, _sandbox(options, model.shared.on_gpu, host))
@@ -89,10 +89,10 @@ class CodeRunner:
         """Start the process that jobs are forked from.
 
         Args:
-            options: The operator's.
-            model: What they run on.
-            board: The board's handle, which gets their updates.
-            limits: What one job may take.
+            options: The operator's options.
+            model: The model of the jobs.
+            board: The board's handle, which receives their updates.
+            limits: The limits of one job.
         """
         self._options = options
         self._processes = JobProcesses(model)
@@ -102,10 +102,10 @@ class CodeRunner:
         self._turn = asyncio.Lock()
 
     async def run(self, job: CodeJob) -> None:
-        """Run a job to its end, and send its updates to the board; the caller need not wait.
+        """Run a job to its end and send its updates to the board; the caller need not wait.
 
         Raises:
-            RequestError: It is of another revision or of the repository's own code, or too many wait already.
+            RequestError: It needs another revision or the repository's own code, or too many jobs wait.
         """
         self._check(job)
         if self._waiting > self._options.max_client_jobs:
@@ -173,9 +173,9 @@ class CodeRunner:
         await asyncio.sleep(self._limits.seconds + GRACE_S)
 
     async def _listen(self, job: CodeJob, process: JobProcess, begun: asyncio.Event) -> None:
-        """Pass on what a job says until its last word; note that its time has begun."""
+        """Pass on a job's messages until the last one; set `begun` when its time starts."""
         reader, writer = await asyncio.open_connection(sock=process.socket)
-        said: asyncio.Queue[Update] = asyncio.Queue()  # bounded by what a job may print
+        said: asyncio.Queue[Update] = asyncio.Queue()  # bounded by the limit on printed text
         passing = asyncio.ensure_future(self._pass_on(said))
         try:
             try:
@@ -191,7 +191,7 @@ class CodeRunner:
     async def _last_word(
         self, job: CodeJob, reader: asyncio.StreamReader, said: asyncio.Queue[Update], begun: asyncio.Event
     ) -> tuple[Update, bytes | None]:
-        """What a job says at its end, and its result where that is to be fetched; the rest goes to `said`."""
+        """A job's last update, and its result if it is to be fetched; earlier updates go to `said`."""
         left = 2 * self._limits.log_bytes
         while True:
             kind, body = await self._frame(reader)
@@ -210,7 +210,7 @@ class CodeRunner:
             said.put_nowait(Update(job.id, "LOG" if kind is Kind.LOG else "RUNNING", body.decode(errors="replace")))
 
     async def _pass_on(self, said: asyncio.Queue[Update]) -> None:
-        """Send updates to the board; those that come meanwhile go together."""
+        """Send updates to the board; those that arrive meanwhile are sent together."""
         while True:
             gathered = [await said.get()]
             while not said.empty():
@@ -228,7 +228,7 @@ class CodeRunner:
 
 @contextlib.asynccontextmanager
 async def _turn(lock: asyncio.Lock, gone: asyncio.Event) -> AsyncIterator[bool]:
-    """Wait for a turn, or until no client waits for the job; whether the turn came."""
+    """Wait for a turn, or until no client waits for the job; yields whether the turn came."""
     waiting = [asyncio.ensure_future(lock.acquire()), asyncio.ensure_future(gone.wait())]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -243,7 +243,7 @@ async def _turn(lock: asyncio.Lock, gone: asyncio.Event) -> AsyncIterator[bool]:
 
 @contextlib.asynccontextmanager
 async def _alive(board: Any, job: CodeJob) -> AsyncIterator[asyncio.Event]:
-    """Send heartbeats to the board; the event is set when no client waits for the job any more."""
+    """Send heartbeats to the board; the event is set once no client waits for the job."""
     gone = asyncio.Event()
 
     async def beat() -> None:

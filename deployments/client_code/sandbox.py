@@ -30,12 +30,12 @@ DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 
 @dataclass(frozen=True)
 class Sandbox:
-    """The layers that hold a job's process; each is there by itself.
+    """The isolation layers of a job's process; each is independent.
 
     Attributes:
-        on: Whether there is any. Where there is, the process has no new privileges and no capabilities.
+        on: Whether there is any layer. The process then has no new privileges and no capabilities.
         namespaces: Whether it has its own file system, network and, without a GPU, process ids.
-        user_namespace: Whether those are made without root's rights.
+        user_namespace: Whether they are made without root's rights.
         other_user: Whether it runs as a user who owns nothing.
         landlock: The kernel's version of Landlock; 0 for none.
         seccomp: Whether its system calls are filtered.
@@ -69,7 +69,7 @@ class Sandbox:
         return f"{', '.join(name for name, holds in layers.items() if holds)}; missing: {without}"
 
     def enter(self) -> None:
-        """Give up rights, files and the network. It may return in a child of this process; call it on its only thread.
+        """Drop rights, files and the network. It may return in a child; call it on the process's only thread.
 
         Raises:
             OSError: The kernel refuses a layer.
@@ -87,8 +87,8 @@ class Sandbox:
         if self.other_user:
             namespaces.become_other()
         drop_capabilities()
-        # A change of user or namespace takes both back.
-        call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its files below /proc/self are root's
+        # A change of user or namespace resets both.
+        call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise its files below /proc/self belong to root
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def seal(self) -> None:
@@ -102,7 +102,7 @@ class Sandbox:
 
 
 def best(gpu: bool) -> Sandbox:
-    """All that this system has, tried out in processes of their own.
+    """The strongest sandbox of this system, tested in separate processes.
 
     Args:
         gpu: Whether the weights are on a GPU.
@@ -125,7 +125,7 @@ def best(gpu: bool) -> Sandbox:
 
 
 def _failure(sandbox: Sandbox) -> str:
-    """Why a process cannot work in a sandbox, or cannot reach what it is to read; empty where it can."""
+    """Why a process cannot work in a sandbox or reach its files; empty if it can."""
     paths = [*_readable(), *filter(os.path.exists, DEVICES)]
     mine, its = os.pipe()
     child = os.fork()
@@ -150,10 +150,10 @@ def _failure(sandbox: Sandbox) -> str:
 
 
 def _reach(path: str) -> None:
-    """Open a file or list a directory, as another user may not.
+    """Open a file or list a directory, to check that another user may not.
 
     Raises:
-        OSError: It cannot be done.
+        OSError: It fails.
     """
     fd = os.open(path, os.O_RDONLY)
     if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -162,7 +162,7 @@ def _reach(path: str) -> None:
 
 
 def _readable() -> Iterator[str]:
-    """What a job may read, each path by itself: a bind mount keeps what leads there out of sight."""
+    """The paths that a job may read, each mounted separately, so that their parents stay hidden."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [sys.prefix, sys.base_prefix]
     paths += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
@@ -181,7 +181,7 @@ def _readable() -> Iterator[str]:
 
 
 def _holds_models(path: str) -> bool:
-    """Whether a directory holds repositories' own code, as transformers stores it."""
+    """Whether a directory contains repositories' own code, as stored by transformers."""
     return bool(path) and os.path.isdir(os.path.join(path, "transformers_modules"))
 
 

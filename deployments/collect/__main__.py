@@ -19,10 +19,10 @@ from deployments.points.token_choices import WORDS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Collect, and print what it came to as JSON.
+    """Collect, and print the result as JSON.
 
     Returns:
-        0; 1 where examples were left out; 2 where it ended early; 130 where it was interrupted.
+        0; 1 if examples were left out; 2 if it ended early; 130 if it was interrupted.
     """
     given = _parser().parse_args(arguments)
     try:
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Bar:
-    """A progress bar on stderr, with tokens per second, that names what could not be stored."""
+    """A progress bar on stderr with tokens per second; also prints the examples that could not be stored."""
 
     def __init__(self, total: int) -> None:
         self._bar = tqdm(total=total, unit=" examples", file=sys.stderr, dynamic_ncols=True)

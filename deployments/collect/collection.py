@@ -20,7 +20,7 @@ from deployments.errors import LoadError
 from deployments.options import GGUF, SETTINGS, Options, home, mistakes
 from deployments.points.token_choices import TokensError
 
-NEVER_S = 1e9  # an engine that serves no one else has no latency to keep
+NEVER_S = 1e9  # an engine that serves no one else has no latency limit
 
 Data = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 
@@ -30,16 +30,16 @@ class CollectError(Exception):
 
 
 class Collected(NamedTuple):
-    """What a collection came to.
+    """The result of a collection.
 
     Attributes:
-        session: The session that holds the runs.
-        runs: Runs that it stored.
-        failed: Examples that it could not store.
-        tokens: Tokens of the runs that it stored, generated ones included.
+        session: The session of the runs.
+        runs: The number of stored runs.
+        failed: The number of examples that could not be stored.
+        tokens: Tokens of the stored runs, including generated ones.
         seconds: From the first prompt to the last durable row.
-        tokens_per_second: Of these.
-        already_stored: Examples whose runs were there.
+        tokens_per_second: The rate of these.
+        already_stored: The number of examples that were stored before.
     """
 
     session: str
@@ -71,29 +71,29 @@ def collect(
 ) -> Collected:
     """Run prompts through a model and store their activations, each example once.
 
-    Called again with the same arguments, it goes on where an earlier call ended.
+    Called again with the same arguments, it continues where an earlier call ended.
 
     Args:
-        data: A file of examples, or the examples: `prompt`, `text` or `messages`, and `id`, `label`, `group` where
-            there are; further fields become tags.
+        data: A file of examples, or the examples: `prompt`, `text` or `messages`, and optionally `id`, `label` and
+            `group`; further fields become tags.
         session: The session to store them in.
         points: Points to record, with wildcards: `layers.*.output`.
-        model: The model to load, as the server's option of that name; with `base_url`, the id of one that it serves.
-        base_url: The server to ask, in place of loading a model here.
-        tokens: Which tokens' rows: `last` (of the prompt, where nothing is generated), `last:3`, `all`, `prompt` or
+        model: The model to load, as in the server's option; with `base_url`, the id of a model that it serves.
+        base_url: The server to use instead of loading a model here.
+        tokens: The tokens to record: `last` (of the prompt if nothing is generated), `last:3`, `all`, `prompt` or
             `generated`.
         max_tokens: Tokens to generate after each prompt, greedily.
         label: The field that becomes the tag `label`.
         group: The field that becomes the tag `group`.
         tags: The other fields that become tags; all by default.
-        on_error: Whether an example that cannot be stored ends the collection, or is left out.
+        on_error: Whether an example that cannot be stored ends the collection or is skipped.
         store: The store's directory or URI; by default the server's own default.
-        actors: How many engines to load; by default one for each GPU, or one for each node without any.
-        options: Further options of the model, as the server takes them.
+        actors: The number of engines to load; by default one for each GPU, or one for each node without GPUs.
+        options: Further options of the model, as in the server.
         progress: Called with the outcome of each block of examples.
 
     Raises:
-        DataError: The data cannot be read, an argument means nothing, or the server refuses.
+        DataError: The data cannot be read, an argument is invalid, or the server rejects the requests.
         CollectError: An example could not be stored, and `on_error` is `stop`; or Ray failed.
         LoadError: The model cannot be loaded.
     """
@@ -124,7 +124,7 @@ def _check_where(model: str | None, base_url: str | None, **of_engines: Any) -> 
     """Reject a collection without a model or a server, and options of engines together with a server.
 
     Raises:
-        DataError: With the option.
+        DataError: Names the option.
     """
     if base_url is None and model is None:
         raise DataError("give --model, the model to load, or --base-url, a server to use")
@@ -136,17 +136,17 @@ def _check_where(model: str | None, base_url: str | None, **of_engines: Any) -> 
 def _settings(
     model: str, loaded: str = "", *, session: str, points: tuple[str, ...], tokens: str, max_tokens: int
 ) -> Settings:
-    """What each example's request says.
+    """The settings of all requests.
 
     Raises:
-        DataError: An argument means nothing.
+        DataError: An argument is invalid.
     """
     with _named_options():
         found = Settings(
             model=model, loaded=loaded, session=session, points=points, tokens=tokens, max_tokens=max_tokens
         )
         try:
-            found.capture([])  # which checks points and tokens
+            found.capture([])  # checks points and tokens
         except TokensError as error:
             raise DataError(f"--tokens: {error}") from error
     try:
@@ -159,17 +159,17 @@ def _settings(
 def _loading(model: str, options: Mapping[str, Any] | None) -> Options:
     """The options of the model that is loaded here, checked before Ray starts."""
     if model.endswith(GGUF):
-        model = os.fspath(Path(model).expanduser().absolute())  # an engine may have another directory
+        model = os.fspath(Path(model).expanduser().absolute())  # an engine may have another working directory
     with _named_options():
         return Options.model_validate({"model": model, "request_timeout_s": NEVER_S, **(options or {})})
 
 
 @contextmanager
 def _named_options() -> Iterator[None]:
-    """What pydantic refuses, by the option that gave it.
+    """Report pydantic's errors by the option that caused them.
 
     Raises:
-        DataError: With all mistakes.
+        DataError: Lists all mistakes.
     """
     try:
         yield
@@ -184,11 +184,11 @@ def _named_options() -> Iterator[None]:
 
 
 def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: Callable[[Outcome], None]) -> Collected:
-    """All blocks together.
+    """The sum over all blocks.
 
     Raises:
-        CollectError: An example could not be stored, and is not to be left out.
-        DataError: None can be stored.
+        CollectError: An example could not be stored, and `on_error` is `stop`.
+        DataError: No example can be stored.
     """
     whole, began, ended = Outcome(), math.inf, 0.0
     failed = 0
@@ -211,7 +211,7 @@ def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: 
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """This machine's Ray cluster, or one for as long as the block runs.
+    """Use this machine's Ray cluster, or start one while the block runs.
 
     Raises:
         LoadError: The model could not be loaded.
@@ -237,10 +237,10 @@ def _cluster() -> Iterator[None]:
 
 
 def _store(given: str | os.PathLike[str] | None) -> str:
-    """Where the runs go: to the store that was given; else to the one that runs in this cluster, else the default.
+    """The store of the runs: the given one, else the one that runs in this cluster, else the default.
 
     Raises:
-        DataError: Several run, or one whose keys are not known here.
+        DataError: Several stores run, or one whose keys are unknown here.
     """
     from deployments.activations.actors.store import running
 
@@ -254,17 +254,17 @@ def _store(given: str | os.PathLike[str] | None) -> str:
 
 
 def _placed(loading: Options, given: dict[str, Any], actors: int | None) -> tuple[Options, int]:
-    """The options of each engine, and how many engines there are: one for each GPU, else one for each node.
+    """The options of each engine, and the number of engines: one for each GPU, else one for each node.
 
     Raises:
-        CollectError: There is no room for them.
+        CollectError: The cluster has too few resources for them.
     """
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     gpus = sum(int(resources.get("GPU", 0)) for resources in nodes)
     count = actors or gpus or len(nodes)
-    shared = math.ceil(count / len(nodes))  # engines of a node, which share its cores
+    shared = math.ceil(count / len(nodes))  # engines per node, which share its cores
     kept = loading.model_dump(exclude_unset=True)
     options = Options.model_validate({"num_gpus": 1 if gpus else 0, "num_replicas": shared} | kept | given)
     free = ray.available_resources()  # type: ignore[no-untyped-call]

@@ -15,27 +15,27 @@ import pyarrow.parquet as pq
 PROMPTS = ("prompt", "text", "messages")  # an example has one of them
 MOST_CHARACTERS = 256  # of a tag, and of an id
 MOST_TAGS = 63  # a run has at most 64, and one is `NAME_TAG`
-NAME_TAG = "collected"  # of a run that a server stored: what names its example
+NAME_TAG = "collected"  # of a run stored by a server: the name of its example
 MOST_FIELD = 1 << 24  # characters of a field of a csv file
-AT_ONCE = 32  # texts of a request
-ROWS = 256  # that are read from a Parquet file at once
+AT_ONCE = 32  # texts in a request
+ROWS = 256  # read from a Parquet file at once
 
 
 class DataError(ValueError):
-    """Data that cannot be collected; the message names the file, and the line where it is one line's fault."""
+    """Data that cannot be collected; the message names the file and, for an error in a line, the line."""
 
 
-Numbered = tuple[int, Mapping[str, Any] | DataError]  # a row, or why it is none, and its number or line, from 1
+Numbered = tuple[int, Mapping[str, Any] | DataError]  # the number or line from 1, and a row or the error in it
 
 
 class Example(NamedTuple):
     """One prompt.
 
     Attributes:
-        place: Where it is, for people: `data.jsonl, line 7`.
-        id: Its own id, or its number or line, from 1.
+        place: Its place in readable form: `data.jsonl, line 7`.
+        id: Its id, or its number or line from 1.
         prompt: A text, or the messages of a chat.
-        tags: What is stored with its run; `label` and `group` among them.
+        tags: The tags of its run, including `label` and `group`.
     """
 
     place: str
@@ -44,8 +44,8 @@ class Example(NamedTuple):
     tags: dict[str, str]
 
 
-class Broken(NamedTuple):
-    """A line that is no example, and why."""
+class InvalidExample(NamedTuple):
+    """A line that is not an example, and the reason."""
 
     place: str
     reason: str
@@ -56,7 +56,7 @@ class Broken(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of a row mean what.
+    """The meaning of a row's fields.
 
     Attributes:
         label: The field that becomes the tag `label`; None for the field of that name, if there is one.
@@ -69,8 +69,8 @@ class Fields:
     tags: Sequence[str] | None = field(default=None)
 
 
-def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[Example | Broken]:
-    """The examples of a file, or of rows that are in memory, in their order.
+def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[Example | InvalidExample]:
+    """Read the examples of a file, or of rows in memory, in order.
 
     Raises:
         DataError: The file cannot be read, or has another format.
@@ -81,11 +81,11 @@ def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[E
         try:
             yield _example(row, number, place, fields)
         except DataError as error:
-            yield Broken(place, str(error))
+            yield InvalidExample(place, str(error))
 
 
 def together(examples: Iterable[Example]) -> list[list[Example]]:
-    """The examples of each request: texts of like lengths, which share a forward; a chat goes alone."""
+    """Group examples into requests: texts of similar length, which share forward passes; each chat alone."""
     ordered = sorted(examples, key=lambda example: len(example.prompt))
     texts = [example for example in ordered if isinstance(example.prompt, str)]
     chats = [[example] for example in ordered if not isinstance(example.prompt, str)]
@@ -93,10 +93,10 @@ def together(examples: Iterable[Example]) -> list[list[Example]]:
 
 
 def check(data: Path) -> None:
-    """Check that a file is there and has one of the formats.
+    """Check that a file exists and has a supported format.
 
     Raises:
-        DataError: It is not, or has another.
+        DataError: It does not exist, or has another format.
     """
     if data.suffix not in _READERS:
         raise DataError(f"{data}: the name of a data file ends in one of {', '.join(_READERS)}")
@@ -105,7 +105,7 @@ def check(data: Path) -> None:
 
 
 def count(data: Path | Sequence[Any]) -> int:
-    """How many rows there are, broken ones included; of a csv file at the most, since a row may have several lines.
+    """The number of rows including invalid ones; for a csv file an upper bound, because rows may span several lines.
 
     Raises:
         DataError: The file cannot be read.
@@ -141,7 +141,7 @@ def _json_lines(path: Path) -> Iterator[Numbered]:
 def _json_object(line: bytes) -> Mapping[str, Any] | DataError:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; nested too deeply
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or nested too deeply
         return DataError(f"it is not JSON: {error}")
     return row if isinstance(row, dict) else DataError("it is not a JSON object")
 
@@ -168,7 +168,7 @@ _UNITS = {".jsonl": "line"}
 
 
 def _example(row: Mapping[str, Any] | DataError, number: int, place: str, fields: Fields) -> Example:
-    """A row as an example.
+    """Convert a row to an example.
 
     Raises:
         DataError: The row is not an example; the message has the reason.

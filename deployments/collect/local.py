@@ -1,4 +1,4 @@
-"""Runs examples in engines in Ray Data actors, with the store's writer and without HTTP."""
+"""Runs examples through engines in Ray Data actors, with the store's writer and without HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ray.util.annotations import RayDeprecationWarning
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.clusters import this_node
-from deployments.collect.examples import Broken, Example, Fields, read, together
+from deployments.collect.examples import Example, Fields, InvalidExample, read, together
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 from deployments.engine.request import GREEDY
@@ -30,25 +30,25 @@ from deployments.job import Job
 from deployments.messages import End, Refusal
 from deployments.options import Options
 
-RECENT = 1 << 17  # examples, more than the engines have at once
+RECENT = 1 << 17  # examples, more than all engines hold at once
 
 
 def outcomes(
     data: Path | Iterable[Mapping[str, Any]], fields: Fields, settings: Settings, options: Options, actors: int
 ) -> Iterator[Outcome]:
-    """What becomes of each block of examples, as they finish, in any order.
+    """The outcome of each block of examples, in the order in which they finish.
 
     Args:
         data: A file on this node, or rows.
         fields: Which fields of a row mean what.
-        settings: What is recorded.
-        options: How each engine is loaded.
-        actors: How many engines there are.
+        settings: The collection's settings.
+        options: The options of each engine.
+        actors: The number of engines.
     """
     blocks = ray.data.read_datasource(_Blocks(data, fields, settings), num_cpus=0, label_selector=this_node())
     blocks.context.target_max_block_size = 1  # byte: a block goes to an engine as soon as it is read
     with warnings.catch_warnings():
-        # Restarts have no parameter of their own yet. Without this, a block that kills its engine kills them for ever.
+        # Restarts have no parameter yet. Without this, a block that kills its engine would be retried forever.
         warnings.simplefilter("ignore", RayDeprecationWarning)
         collected = blocks.map_batches(
             EngineActor,
@@ -67,7 +67,7 @@ def outcomes(
 
 
 class _Blocks(Datasource):
-    """Blocks of examples of one file, read by one task as they are needed."""
+    """Blocks of examples of one file, read on demand by one task."""
 
     def __init__(self, data: Path | Iterable[Mapping[str, Any]], fields: Fields, settings: Settings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,8 +90,8 @@ class _Blocks(Datasource):
             # As one row, which Ray Data cannot split.
             yield pa.table({"items": [json.dumps([item and [*item] for item in block])]})
 
-    def _once(self) -> Iterator[Example | Broken | None]:
-        """The items; None for an example that came shortly before, and may be with another engine now."""
+    def _once(self) -> Iterator[Example | InvalidExample | None]:
+        """The items; None for an example that was read shortly before, and may be in another engine now."""
         recent: dict[str, None] = {}
         for item in read(self._data, self._fields):
             name = self._settings.name(item) if isinstance(item, Example) else ""
@@ -120,13 +120,15 @@ class EngineActor:
         threading.Thread(target=self._loop.run_forever, name="collect", daemon=True).start()
 
     def __call__(self, blocks: pa.Table) -> pa.Table:
-        """Store the runs of each block's examples; durable when it answers."""
+        """Store the runs of each block's examples; durable when this returns."""
         results = []
         for text in blocks["items"].to_pylist():
             given = json.loads(text)
             items = [item for item in given if item]
             outcome = Outcome(already_stored=len(given) - len(items))
-            outcome.failures += [str(Broken(*item)) for item in items if len(item) == len(Broken._fields)]
+            outcome.failures += [
+                str(InvalidExample(*item)) for item in items if len(item) == len(InvalidExample._fields)
+            ]
             examples = [Example(*item) for item in items if len(item) == len(Example._fields)]
             self._wait(self._collect(examples, outcome))
             results.append(json.dumps(outcome.__dict__))
@@ -145,7 +147,7 @@ class EngineActor:
             outcome.ended = time.time()
 
     async def _run(self, examples: list[Example], outcome: Outcome) -> None:
-        """Store some examples' runs; what a refused request left undone one by one, to find whose fault it is."""
+        """Store the runs of some examples; after a rejected request, run the rest one by one to find the bad one."""
         messages = await self._replica.complete(self._job(examples))
         ends = {message.index: message for message in messages if isinstance(message, End)}
         for index, end in ends.items():
@@ -169,6 +171,6 @@ class EngineActor:
             sampling=GREEDY,
             capture=settings.capture(examples),
             session_id=settings.session,
-            # An attempt's own: what a killed one left unfinished is given up by the store in its time.
+            # Unique to an attempt: the store discards the unfinished runs of a killed one later.
             run_ids=tuple(f"{settings.name(example)}-{id[:8]}" for example in examples),
         )

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Outcome:
-    """What became of a block of examples.
+    """The outcome of a block of examples.
 
     Attributes:
-        runs: Runs that were stored.
-        tokens: Tokens of these runs, generated ones included.
-        already_stored: Examples whose runs an earlier command had stored, or that came twice.
-        failures: The others: where each is, and why.
-        refusal: Why no example can be stored: the fault of the arguments, the engine or the server.
-        began: When the first was sent to the model, in Unix seconds.
-        ended: When the last was durable.
+        runs: The number of stored runs.
+        tokens: Tokens of these runs, including generated ones.
+        already_stored: The number of examples that were stored before or repeated.
+        failures: The place of each other example, and the reason.
+        refusal: Why no example can be stored: an error of the arguments, the engine or the server.
+        began: When the first example was sent to the model, in Unix seconds.
+        ended: When the last run was durable.
     """
 
     runs: int = 0
@@ -31,9 +31,9 @@ class Outcome:
         """Count one run that ended.
 
         Args:
-            place: Where its example is.
-            status: `stored`, or why not in a word.
-            tokens: How many it has.
+            place: The place of its example.
+            status: `stored`, or another status.
+            tokens: The run's number of tokens.
             reason: Why it is not stored.
         """
         if status == "stored":
@@ -43,19 +43,19 @@ class Outcome:
             self.failures.append(f"{place}: {reason}")
 
     def refuse(self, place: str, message: str, field: str | None, status: int) -> None:
-        """Count one example that was refused.
+        """Count one rejected example.
 
         Args:
-            place: Where it is.
-            message: Why.
-            field: The request's field that is at fault.
-            status: As of HTTP.
+            place: The example's place.
+            message: The reason.
+            field: The request's wrong field.
+            status: The HTTP status.
         """
         if (field or "").startswith("capture.points"):
             self.refusal = f"--points: {message}"
         elif field == "model":
             self.refusal = f"--model: {message}"
-        elif status not in (400, 413, 422):  # no fault of the example's
+        elif status not in (400, 413, 422):  # not an error of the example
             self.refusal = f"{place}: {message}"
         else:
             self.failures.append(f"{place}: {message}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from deployments.collect.examples import NAME_TAG, Broken, DataError, Example, Fields, read, together
+from deployments.collect.examples import NAME_TAG, DataError, Example, Fields, InvalidExample, read, together
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 
@@ -30,16 +30,16 @@ NAME = re.compile("run-[0-9a-f]{24}")  # as `Settings.name` makes it
 def outcomes(
     data: Path | Iterable[Mapping[str, Any]], fields: Fields, settings: Settings, base_url: str
 ) -> Iterator[Outcome]:
-    """What becomes of each request's examples, as they are answered.
+    """The outcome of each request's examples, in the order of the answers.
 
     Args:
         data: A file, or rows.
         fields: Which fields of a row mean what.
-        settings: What is recorded.
-        base_url: The server's, with or without `/v1`. `OPENAI_API_KEY` holds its API key.
+        settings: The collection's settings.
+        base_url: The server's URL, with or without `/v1`. The API key is `OPENAI_API_KEY`.
 
     Raises:
-        DataError: The server cannot be reached, or refuses every request.
+        DataError: The server cannot be reached, or rejects every request.
     """
     with _client(base_url) as http:
         server = Server(http)
@@ -80,19 +80,19 @@ def _client(base_url: str) -> httpx.Client:
 
 
 def _requests(
-    items: Iterator[Example | Broken], settings: Settings, stored: set[int]
-) -> Iterator[list[Example | Broken | None]]:
-    """The examples of each request; apart from them, what is broken, and None for what is stored or came before.
+    items: Iterator[Example | InvalidExample], settings: Settings, stored: set[int]
+) -> Iterator[list[Example | InvalidExample | None]]:
+    """The examples of each request; separately invalid ones, and None for stored and repeated ones.
 
     Args:
-        items: What was read.
-        settings: What is recorded.
-        stored: Examples that are stored, as `_number` has them; those that come are added.
+        items: The examples read.
+        settings: The collection's settings.
+        stored: Numbers of stored examples by `_number`; new ones are added.
     """
     while block := list(islice(items, settings.block)):
-        examples, others = list[Example](), list[Broken | None]()
+        examples, others = list[Example](), list[InvalidExample | None]()
         for item in block:
-            if isinstance(item, Broken):
+            if isinstance(item, InvalidExample):
                 others.append(item)
             elif (number := _number(settings.name(item))) in stored:
                 others.append(None)
@@ -106,7 +106,7 @@ def _requests(
 
 
 def _number(name: str) -> int:
-    """64 bits of an example's name: of a million, no two are alike but by a chance of one in 36 million."""
+    """64 bits of an example's name; the chance that two of a million are equal is one in 36 million."""
     return int(name.removeprefix("run-")[:16], 16)
 
 
@@ -118,7 +118,7 @@ class Collector:
         self._settings = settings
 
     def stored(self) -> set[int]:
-        """What the session holds of earlier commands, as `_number` has it."""
+        """The examples that earlier commands have stored in the session, by `_number`."""
         found, after = set[int](), None
         while True:
             query = {"limit": PAGE} | ({"after": after} if after else {})
@@ -132,9 +132,9 @@ class Collector:
                 return found
             after = page["runs"][-1]["run_id"]
 
-    def collect(self, items: list[Example | Broken | None]) -> Outcome:
+    def collect(self, items: list[Example | InvalidExample | None]) -> Outcome:
         """Run examples on the server; returns the outcome."""
-        outcome = Outcome(failures=[str(item) for item in items if isinstance(item, Broken)])
+        outcome = Outcome(failures=[str(item) for item in items if isinstance(item, InvalidExample)])
         outcome.already_stored = sum(item is None for item in items)
         if examples := [item for item in items if isinstance(item, Example)]:
             outcome.began = time.time()
@@ -143,7 +143,7 @@ class Collector:
         return outcome
 
     def _run(self, examples: list[Example], outcome: Outcome, attempt: int = 1) -> None:
-        """Have examples run; those of a request that is refused one by one, to find whose fault it is."""
+        """Run examples; if a request is rejected, run its examples one by one to find the failing one."""
         route = "/v1/completions" if isinstance(examples[0].prompt, str) else "/v1/chat/completions"
         try:
             answer = self._server.post(route, self._body(examples))
@@ -152,7 +152,7 @@ class Collector:
             lost = str(error) or type(error).__name__
         if lost:
             self._server.wait(attempt, lost)
-            left = [example for example in examples if not self._has(example)]  # the runs may be there all the same
+            left = [example for example in examples if not self._has(example)]  # the runs may exist nevertheless
             outcome.already_stored += len(examples) - len(left)
             if left:
                 self._run(left, outcome, attempt + 1)
@@ -182,18 +182,18 @@ class Collector:
 
 
 class Server:
-    """A server that may be away for a while, or busy."""
+    """A server that may be busy or temporarily offline."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Wait for nothing any more."""
+        """Stop all waiting."""
         self._stopped.set()
 
     def get(self, path: str, query: dict[str, Any]) -> httpx.Response:
-        """An answer, after a few attempts.
+        """Get an answer, after a few attempts.
 
         Raises:
             DataError: The server cannot be reached.
@@ -212,10 +212,10 @@ class Server:
         raise AssertionError("the last attempt returns or raises")
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """An answer to what must not be asked twice, since some of it may have been done.
+        """Send a request that must not be repeated, because part of it may have been done.
 
         Raises:
-            httpx.TransportError: It was lost.
+            httpx.TransportError: The connection broke.
         """
         return self._answer(lambda: self._http.post(path, json=body))
 
@@ -223,13 +223,13 @@ class Server:
         """Wait before the next attempt.
 
         Raises:
-            DataError: That was the last.
+            DataError: There are no attempts left.
         """
         if attempt >= ATTEMPTS or self._stopped.wait(min(PAUSE_S, 2.0**attempt)):
             raise DataError(f"--base-url {self._http.base_url}: the server does not answer: {why}")
 
     def _answer(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """An answer; after a few attempts where the server has too much to do, and has begun nothing."""
+        """Send a request; retry if the server is too busy to start it."""
         for attempt in range(1, ATTEMPTS):
             answer = send()
             if answer.status_code != 429:
@@ -249,7 +249,7 @@ def _json(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _error(answer: httpx.Response) -> tuple[str, str | None]:
-    """What a server answers in place of a result, and the field that it names."""
+    """A server's error message, and the field that it names."""
     try:
         error = answer.json()["error"]
         return f"HTTP {answer.status_code}: {error['message']}", error.get("param")

@@ -13,16 +13,16 @@ from deployments.points.token_choices import parse
 
 
 class Settings(BaseModel):
-    """What is recorded of each example.
+    """The settings of a collection.
 
     Attributes:
         model: The model's id.
-        loaded: How the model is loaded: options that change what it computes.
-        session: The session that the runs join.
+        loaded: Options of loading that change the model's results.
+        session: The session of the runs.
         points: Names of points, with wildcards.
-        tokens: Which tokens' rows, as `capture.tokens`.
+        tokens: The tokens to record, as `capture.tokens`.
         max_tokens: Tokens to generate after each prompt, greedily.
-        block: Examples that are sent to an engine together, and made durable together.
+        block: The number of examples that are sent to an engine and made durable together.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,7 +36,7 @@ class Settings(BaseModel):
     block: int = Field(default=512, ge=1)
 
     def capture(self, examples: list[Example]) -> Capture:
-        """What a request with these examples records."""
+        """The capture of a request with these examples."""
         return Capture(
             points=list(self.points),
             tokens=parse(self.tokens),
@@ -47,7 +47,7 @@ class Settings(BaseModel):
         )
 
     def name(self, example: Example) -> str:
-        """The example's name: the same whenever the same is recorded of it, so that it is stored once."""
+        """The example's name; the same for the same example and settings, so that it is stored once."""
         recorded = self.model_dump(mode="json", exclude={"block"})
         text = json.dumps([recorded, example.id, example.prompt, example.tags], sort_keys=True)
         return f"run-{hashlib.sha256(text.encode()).hexdigest()[:24]}"

@@ -1,4 +1,7 @@
-"""The demo model that ships with Vitrine: a small Qwen3 that solves word problems, and its 200 problems."""
+"""The demo model that ships with Vitrine: a small Qwen3 that solves word problems, and its 200 problems.
+
+The server loads it like any other model; `evals.gsm8k` evaluates it.
+"""
 
 from pathlib import Path
 

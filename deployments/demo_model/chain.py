@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from deployments.demo_model.tale import Tale, Unfit
+from deployments.demo_model.draft import ProblemDraft, UnsuitableNumbers
 
 
-def _begin(t: Tale) -> int:
+def _begin(t: ProblemDraft) -> int:
     match t.rng.randrange(5):
         case 0:
             a, b = t.product()
@@ -47,7 +47,7 @@ def _begin(t: Tale) -> int:
             return a
 
 
-def _change(t: Tale, stock: int) -> int:
+def _change(t: ProblemDraft, stock: int) -> int:
     match t.rng.randrange(7):
         case 0:
             c = t.amount()
@@ -70,7 +70,7 @@ def _change(t: Tale, stock: int) -> int:
         case 3:
             a, b = t.product()
             if a * b >= stock:
-                raise Unfit
+                raise UnsuitableNumbers
             t.say(
                 "{n} uses {a} {item} a day for {b} days.",
                 "{n} gives {a} {item} to each of {b} friends.",
@@ -81,14 +81,14 @@ def _change(t: Tale, stock: int) -> int:
             return t.work("Then {n} has {e} {item} left.", f"{stock}-{gone}")
         case 4:
             if stock > 500 and not t.hard:
-                raise Unfit
+                raise UnsuitableNumbers
             word, k = t.rng.choice([("doubles", 2), ("triples", 3)])
             t.say("Then the number of {item} {word}.", "After a month the number {word}.", word=word)
             return t.work("Now there are {e} {item}.", f"{stock}*{k}")
         case 5:
             word, k = t.rng.choice([("half", 2), ("a third", 3), ("a quarter", 4)])
             if stock % k or stock == k:
-                raise Unfit
+                raise UnsuitableNumbers
             t.say("{n} keeps only {word} of the {item}.", "Only {word} of them are good.", word=word)
             return t.work("Of these {e} {item} remain.", f"{stock}/{k}")
         case _:
@@ -97,7 +97,7 @@ def _change(t: Tale, stock: int) -> int:
             return t.work("Now {n} has {e} {item}.", f"{stock}*{k}")
 
 
-def _ask(t: Tale, stock: int) -> None:
+def _ask(t: ProblemDraft, stock: int) -> None:
     match t.rng.randrange(7):
         case 0:
             price = t.factor(stock)
@@ -131,8 +131,8 @@ def _ask(t: Tale, stock: int) -> None:
             t.say("How many {item} does {n} have now?", "How many {item} are there in the end?")
 
 
-def chain(t: Tale) -> None:
-    """A beginning, one to three changes, and a question."""
+def chain(t: ProblemDraft) -> None:
+    """An initial stock, one to three changes, and a question."""
     stock = _begin(t)
     for _ in range(t.rng.randint(1, 3)):
         stock = _change(t, stock)

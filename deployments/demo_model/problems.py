@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deployments.demo_model.draft import ProblemDraft, UnsuitableNumbers
 from deployments.demo_model.stories import STORIES
-from deployments.demo_model.tale import Tale, Unfit
 
 HARD_SHARE = 0.2
 """Share of problems that hold a product too hard for a small model's head."""
@@ -71,13 +71,13 @@ def make_problem(rng: random.Random, hard_share: float = HARD_SHARE) -> Problem:
     """Draw one problem; whether it is hard is drawn first, so that the share is exact in expectation."""
     hard = rng.random() < hard_share
     while True:
-        tale = Tale(rng, hard)
+        draft = ProblemDraft(rng, hard)
         try:
-            rng.choice(STORIES)(tale)
-        except Unfit:
+            rng.choice(STORIES)(draft)
+        except UnsuitableNumbers:
             continue
-        if tale.hard_left == 0 and 2 <= len(tale.lines) <= 5:
-            return Problem(tale.question, tuple(Step(*line) for line in tale.lines), hard)
+        if draft.hard_left == 0 and 2 <= len(draft.lines) <= 5:
+            return Problem(draft.question, tuple(Step(*line) for line in draft.lines), hard)
 
 
 def stream(seed: int, excluded: frozenset[str] = frozenset(), hard_share: float = HARD_SHARE) -> Iterator[Problem]:

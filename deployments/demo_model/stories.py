@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from deployments.demo_model.chain import chain
-from deployments.demo_model.tale import Tale, Unfit
+from deployments.demo_model.draft import ProblemDraft, UnsuitableNumbers
 
 
-def shopping(t: Tale) -> None:
+def shopping(t: ProblemDraft) -> None:
     """Two kinds of goods at two prices; the total, or the change."""
     a, p = t.product()
     b, q = t.product()
@@ -37,7 +37,7 @@ def shopping(t: Tale) -> None:
             t.work("With the coupon {n} pays ${e}.", f"{total}-{off}")
 
 
-def wages(t: Tale) -> None:
+def wages(t: ProblemDraft) -> None:
     """Hours at an hourly wage, a bonus, and a bill."""
     hours, wage = t.product()
     t.say(
@@ -63,7 +63,7 @@ def wages(t: Tale) -> None:
         t.say("How many dollars does {n} have now?", "How much money is that in dollars?")
 
 
-def travel(t: Tale) -> None:
+def travel(t: ProblemDraft) -> None:
     """Two legs at two speeds; the whole way, or what is left of it."""
     h, speed = t.product()
     g, pace = t.product()
@@ -88,12 +88,12 @@ def travel(t: Tale) -> None:
             t.work("There are {e} km left.", f"{whole}-{done}")
         case _:
             if first <= second:
-                raise Unfit
+                raise UnsuitableNumbers
             t.say("How many km longer is the first part than the second?")
             t.work("The first part is {e} km longer.", f"{first}-{second}")
 
 
-def collections(t: Tale) -> None:
+def collections(t: ProblemDraft) -> None:
     """Three people compared by times and differences; their sum, or a comparison."""
     a = t.amount()
     t.say("{m} has {a} {item}.", "There are {a} {item} in {m}'s box.", a=a)
@@ -118,10 +118,10 @@ def collections(t: Tale) -> None:
         t.say("How many more {item} does {o} have than {m}?")
         t.work("{o} has {e} more.", f"{c}-{a}")
     else:
-        raise Unfit
+        raise UnsuitableNumbers
 
 
-def reading(t: Tale) -> None:
+def reading(t: ProblemDraft) -> None:
     """Pages read day by day; what is left of the book, or how long it takes."""
     days, pages = t.product()
     t.say(
@@ -145,7 +145,7 @@ def reading(t: Tale) -> None:
         t.say("How many pages are left?", "How many pages must {n} still read?")
 
 
-def saving(t: Tale) -> None:
+def saving(t: ProblemDraft) -> None:
     """Money put by every week towards something dear."""
     weeks, money = t.product()
     t.say(
@@ -168,7 +168,7 @@ def saving(t: Tale) -> None:
     t.work("{n} still needs ${e}.", f"{price}-{have}")
 
 
-def factory(t: Tale) -> None:
+def factory(t: ProblemDraft) -> None:
     """Machines making things; faulty ones are taken out and the rest is packed."""
     machines, rate = t.product()
     t.say(
@@ -199,7 +199,7 @@ def factory(t: Tale) -> None:
         t.say("How many good {item} are there?", "How many {item} can be sold?")
 
 
-def theater(t: Tale) -> None:
+def theater(t: ProblemDraft) -> None:
     """Tickets at two prices, and the hall's cost."""
     adults, price = t.product()
     children, low = t.product()
@@ -226,7 +226,7 @@ def theater(t: Tale) -> None:
         t.say("How much money do they take in?", "How many dollars is that in total?")
 
 
-def school(t: Tale) -> None:
+def school(t: ProblemDraft) -> None:
     """Classes with pupils; some are away; buses or groups."""
     classes, size = t.product()
     t.say(
@@ -257,7 +257,7 @@ def school(t: Tale) -> None:
         t.work("Lunch costs ${e}.", f"{here}*{price}")
 
 
-def garden(t: Tale) -> None:
+def garden(t: ProblemDraft) -> None:
     """Two beds of plants in rows; some die, or the harvest is counted."""
     rows, plants = t.product()
     t.say(
@@ -279,7 +279,7 @@ def garden(t: Tale) -> None:
     t.work("Together they have {e} {item}.", f"{first}+{second}")
 
 
-STORIES: tuple[Callable[[Tale], None], ...] = (
+STORIES: tuple[Callable[[ProblemDraft], None], ...] = (
     shopping,
     wages,
     travel,

@@ -208,7 +208,7 @@ def run(phase: Phase, model: Qwen3ForCausalLM, body: Any, tokenizer: PreTrainedT
 
 
 def train(out: Path, resume: bool, check_every: int) -> None:
-    """Go through the phases, with a check on validation problems now and then, and save to `out`."""
+    """Train all phases, with periodic validation, and save to `out`."""
     torch.manual_seed(TRAIN_SEED)
     sample = list(islice(stream(TRAIN_SEED, hard_share=PHASES[0].hard_share), TOKENIZER_SAMPLE))
     # A tokenizer trained on nothing already renders the template.

@@ -1,4 +1,4 @@
-"""Continuous batching over a Hugging Face language model, with every activation open. No Ray in it.
+"""Continuous batching over a Hugging Face language model, with access to every activation. It does not use Ray.
 
 from deployments.engine.engine import Engine
 from deployments.model.load import load

@@ -1,4 +1,4 @@
-"""The budget of host memory for captured rows that the store has not taken yet."""
+"""The budget of host memory for captured rows that are not stored yet."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from deployments.engine.sequence import Sequence
 
 
 class CaptureBudget:
-    """What was recorded and is not written yet, request by request.
+    """The recorded bytes of each request that are not stored yet.
 
-    Each recording request has an equal share of the budget. Its rows go out when half of that is full; a
-    request that holds more than its share stands still until some of it is written. So a slow disk slows the
-    requests that record, and neither the others nor their memory. Requests for the last rows alone hold these
-    until their end; half of the budget is theirs, and who does not fit into it waits.
+    Each recording request has an equal share of the budget. It releases its rows when half of the share is full. A
+    request that holds more than its share is paused until some of its rows are stored. A slow disk therefore slows
+    only the requests that record. Requests for the last rows keep these until the end; half of the budget is
+    reserved for them, and a request that does not fit into it waits.
     """
 
     def __init__(self, budget: int | None) -> None:
         """Initialize the budget, all of it unused.
 
         Args:
-            budget: Bytes of host memory; None to leave all rows with their request until its end.
+            budget: Bytes of host memory; None to keep all rows of a request until its end.
         """
         self.budget = budget
-        self._unwritten: Counter[str] = Counter()  # request id -> bytes; of ended requests, too
+        self._unwritten: Counter[str] = Counter()  # request id -> bytes, ended requests included
 
     @property
     def bytes(self) -> int:
-        """Bytes that were handed out and are not written yet."""
+        """Bytes that are released and not stored yet."""
         return self._unwritten.total()
 
     def left(self, seqs: Iterable[Sequence]) -> int | None:
-        """The bytes that are neither gathered by these nor unwritten; None for any number."""
+        """The bytes left beside those gathered by these sequences and those not stored yet; None for no limit."""
         if self.budget is None:
             return None
         return max(0, self.budget - self.bytes - sum(seq.recording.bytes for seq in seqs if seq.recording))
 
     def reserved(self, seqs: Iterable[Sequence]) -> int:
-        """The bytes that these may hold until their end."""
+        """The bytes that these sequences may hold until their end."""
         return sum(seq.recording.reserve for seq in seqs if seq.recording)
 
     def admits(self, seq: Sequence, reserved: int) -> bool:
-        """Whether a request may begin beside others that may hold so many bytes until their end."""
+        """Whether a request may start beside others that may hold `reserved` bytes until their end."""
         if self.budget is None or seq.recording is None:
             return True
         reserve = seq.recording.reserve
@@ -51,7 +51,7 @@ class CaptureBudget:
         return fits and self.bytes <= self.budget // 2
 
     def divide(self, seqs: Iterable[Sequence]) -> None:
-        """Tell each of these when to hand out its rows."""
+        """Set the size at which each of these sequences releases its rows."""
         seqs = list(seqs)
         share = self.share(seqs)
         for seq in seqs:
@@ -59,7 +59,7 @@ class CaptureBudget:
                 seq.recording.piece_bytes = None if share is None else min(PIECE_BYTES, share // 2)
 
     def share(self, seqs: Iterable[Sequence]) -> int | None:
-        """The bytes that each of these that hands out its rows as they come may hold; None for any number."""
+        """The bytes that each sequence that releases its rows early may hold; None for no limit."""
         if self.budget is None:
             return None
         seqs = [seq for seq in seqs if seq.recording]
@@ -67,18 +67,18 @@ class CaptureBudget:
         return max(1, (self.budget - self.reserved(seqs)) // max(1, sharing))
 
     def sent(self, seq: Sequence, size: int) -> None:
-        """Note bytes that were handed out."""
+        """Count released bytes."""
         if self.budget is not None:
             self._unwritten[seq.request.id] += size
 
     def written(self, request_id: str, size: int) -> None:
-        """Note bytes that are written, or given up."""
+        """Subtract bytes that are stored or discarded."""
         self._unwritten[request_id] -= size
         if self._unwritten[request_id] <= 0:
             del self._unwritten[request_id]
 
     def stalls(self, seq: Sequence, share: int | None) -> bool:
-        """Whether a sequence holds more than its share; one that stands still goes on at half of it."""
+        """Whether a sequence holds more than its share; a paused one resumes at half of it."""
         if share is None or seq.recording is None:
             return False
         unwritten = self._unwritten.get(seq.request.id, 0)

@@ -1,4 +1,4 @@
-"""Memory of a device: what is free, what is held, and the error when none is left."""
+"""Memory of a device: how much is free or held, and errors of running out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-CGROUPS = (  # versions 2 and 1: limit, use, and where that says what files hold of it
+CGROUPS = (  # versions 2 and 1: limit, use, and the file and key with the size of cached files
     ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("memory/memory.stat", "total_inactive_file")),
 )
@@ -18,7 +18,7 @@ _ASKED = re.compile(r"allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that could be taken now; in a container, within its limit."""
+    """Memory that can be allocated now; in a container, within its limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = int(psutil.virtual_memory().available)
@@ -27,7 +27,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def left_in_container(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What Linux's control group of this process may still take; None without a limit. What files hold can be freed."""
+    """What this process's Linux control group may still allocate; None without a limit. Cached files count as free."""
     for limit, used, held_by_files in CGROUPS:
         try:
             statistics = dict(line.split() for line in (root / held_by_files[0]).read_text().splitlines())
@@ -39,16 +39,16 @@ def left_in_container(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Memory held now: by tensors on a GPU, else by this process."""
+    """Memory held now: by tensors on a GPU, otherwise by this process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    if _PAGE.exists():  # a third of what psutil takes, each step
+    if _PAGE.exists():  # takes a third of psutil's time, in every step
         return int(_PAGE.read_bytes().split()[1]) * 4096
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory held since this was last asked, on a GPU; else what is held now."""
+    """The most memory held since the last call on a GPU; otherwise the memory held now."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -57,7 +57,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that there is no memory; on a CPU torch has no type of its own for it."""
+    """Whether an error means that memory ran out; torch has no exception type for it on a CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
@@ -65,13 +65,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def release_cached(device: torch.device) -> None:
-    """Give the allocator's unused blocks back."""
+    """Return the allocator's unused blocks."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def describe(device: torch.device, error: Exception) -> str:
-    """Allocated, reserved and asked-for memory, in words."""
+    """Allocated, reserved and requested memory as text."""
     asked = _ASKED.search(str(error))
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else psutil.Process().memory_info().vms
     held = f"{mib(held_bytes(device))} allocated, {mib(reserved)} reserved"
@@ -79,5 +79,5 @@ def describe(device: torch.device, error: Exception) -> str:
 
 
 def mib(size: int) -> str:
-    """A size for people."""
+    """A size as text."""
     return f"{size / 2**20:.1f} MiB"

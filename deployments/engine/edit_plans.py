@@ -1,4 +1,4 @@
-"""Edits in a forward: one operation of a kind at a place, for all sequences that ask for it."""
+"""Edits in a forward pass: one operation of each kind at a place, for all sequences that request it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from deployments.places.place import Place
 
 
 class _Key(NamedTuple):
-    """What edits have in common that are done at once."""
+    """The properties that edits must share to be applied at once."""
 
-    turn: int  # among all of a sequence's edits at the place
+    turn: int  # index among a sequence's edits at the place
     kind: Kind
     shape: tuple[int, ...]
     heads: Index
@@ -26,22 +26,22 @@ class _Key(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One sequence's edit of some of the tokens that a forward runs."""
+    """One sequence's edit of some of the tokens in a forward pass."""
 
     edit: Edit
     positions: Sequence[int]
-    shift: int  # from a position to its row of the forward
+    shift: int  # from a position to its row in the forward pass
 
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence's part in a forward.
+    """The rows of one sequence in a forward pass.
 
     Attributes:
-        edits: Its edits.
+        edits: The sequence's edits.
         start: The position of its first token that runs.
-        count: How many run.
-        row: The forward's row of the first.
+        count: The number of tokens that run.
+        row: The first token's row in the forward pass.
     """
 
     edits: Sequence[Edit]
@@ -51,14 +51,14 @@ class Span:
 
 
 class Plan:
-    """What one forward changes. Rows and tokens that no edit names keep every bit.
+    """The changes in one forward pass. All other rows stay bit-identical.
 
     Attributes:
-        places: Where.
+        places: The places that change.
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        """Sort the sequences' edits by place, turn, kind and features."""
+        """Group the sequences' edits by place, index, kind and features."""
         stages: dict[Place, dict[_Key, list[_Part]]] = {}
         for span in spans:
             turns: Counter[Place] = Counter()
@@ -77,12 +77,12 @@ class Plan:
         self.places = list(self._changes)
 
     def apply(self, place: Place, value: torch.Tensor, reader: ReadoutReader | None = None) -> torch.Tensor | None:
-        """The value [rows, ...] with its changes; None where there are none.
+        """Return the changed value [rows, ...]; None if nothing changes.
 
         Args:
             place: The place.
-            value: What is there.
-            reader: Reads what gates ask for; needed where an edit has one.
+            value: The original value.
+            reader: Reads the gates' readouts; required if an edit has a gate.
         """
         if place not in self._changes:
             return None
@@ -92,16 +92,16 @@ class Plan:
         return changed
 
     def move(self, positions: Mapping[int, int]) -> None:
-        """Go on to other tokens, one of each row, at these positions by row."""
+        """Move to other tokens, one in each row: row -> position."""
         for changes in self._changes.values():
             for change in changes:
                 change.move(positions)
 
 
 def _changes(key: _Key, parts: Sequence[_Part]) -> Iterator[_Change]:
-    """Single tokens of all sequences as one change, and each sequence's span of tokens by itself.
+    """One change for all single tokens, and one for each sequence's span of several tokens.
 
-    A span is a slice, and one vector is broadcast over it: it is never repeated for each token.
+    A span is a slice over which one vector is broadcast; the vector is not repeated for each token.
     """
     single = [part for part in parts if len(part.positions) == 1]
     if single:
@@ -114,15 +114,15 @@ def _changes(key: _Key, parts: Sequence[_Part]) -> Iterator[_Change]:
 
 
 class _Change:
-    """Edits that are done at once, ready to be applied in one forward after the other."""
+    """Edits that are applied at once, reusable for several forward passes."""
 
     def __init__(self, key: _Key, parts: Sequence[_Part], rows: slice | torch.Tensor) -> None:
         """Prepare edits of a kind.
 
         Args:
-            key: What they have in common.
-            parts: One with all its tokens, or several of one token each.
-            rows: Their rows of the forward.
+            key: Their shared properties.
+            parts: One part with several tokens, or several parts with one token each.
+            rows: Their rows in the forward pass.
         """
         self._key = key
         self._rows = rows
@@ -130,7 +130,7 @@ class _Change:
         self._is_watched = any(part.edit.is_watched for part in parts)
         self._norms = [(part.edit.norms, part.positions, part.positions[0] + part.shift) for part in parts]
         self._counts = [len(part.positions) for part in parts]
-        self._moved: Mapping[int, int] | None = None  # as `move` got it; a norm needs no more
+        self._moved: Mapping[int, int] | None = None  # the argument of `move`; norms need nothing else
         self._tensors = {
             "low": torch.tensor([part.edit.low for part in parts])[:, None, None],
             "high": torch.tensor([part.edit.high for part in parts])[:, None, None],
@@ -143,7 +143,7 @@ class _Change:
                 self._tensors[name] = torch.tensor(index)
 
     def move(self, positions: Mapping[int, int]) -> None:
-        """As `Plan.move`."""
+        """See `Plan.move`."""
         self._moved = positions
         if self._is_watched:
             rows = [part.positions[0] + part.shift for part in self._parts]
@@ -154,12 +154,12 @@ class _Change:
 
     def apply(self, value: torch.Tensor, reader: ReadoutReader | None) -> None:
         """Change a value [rows, ...] in place."""
-        if self._tensors["low"].device != value.device:  # a model's layers may lie on several devices
+        if self._tensors["low"].device != value.device:  # layers may be on several devices
             self._tensors = {name: tensor.to(value.device) for name, tensor in self._tensors.items()}
             if isinstance(self._rows, torch.Tensor):
                 self._rows = self._rows.to(value.device)
         which = self._rows
-        point = value.view(len(value), *self._key.shape)  # by heads, at a point of heads
+        point = value.view(len(value), *self._key.shape)  # heads are separate at a point of heads
         rows = point[which]  # [changed, ...]
         before, opened = rows, None
         if self._is_watched:
@@ -183,7 +183,7 @@ class _Change:
         point[which] = changed
 
     def _opened(self, rows: torch.Tensor, reader: ReadoutReader | None) -> torch.Tensor:
-        """Of rows [changed, ...] before they are changed, which are to be, bool [changed]."""
+        """Which of the rows [changed, ...] the gates let pass, bool [changed]; called before they change."""
         here, first = [], 0
         for part in self._parts:
             count = len(part.positions)
@@ -197,7 +197,7 @@ class _Change:
         return torch.cat([_opened(part, rows.device) for part in self._parts])
 
     def _report(self, before: torch.Tensor, changed: torch.Tensor, opened: torch.Tensor) -> None:
-        """Report what was done to rows [changed, ...]."""
+        """Report the changes of rows [changed, ...]."""
         if not any(part.edit.report for part in self._parts):
             return
         before, changed = before.float().flatten(1), changed.float().flatten(1)
@@ -208,7 +208,7 @@ class _Change:
                 part.edit.report.add(part.positions, changes)
 
     def _edited(self, x: torch.Tensor, opened: torch.Tensor | None) -> torch.Tensor:
-        """What becomes of x [changed, heads or 1, features]: in its own dtype, computed in float32 or wider."""
+        """The new value of x [changed, heads or 1, features], in its dtype; computed in float32 or wider."""
         wide = x.float() if x.dtype.itemsize < 4 else x
         low, high, v = self._tensors["low"], self._tensors["high"], self._tensors.get("vectors", wide)
         match self._key.kind:
@@ -238,7 +238,7 @@ class _Change:
 
 
 def _opened(part: _Part, device: torch.device) -> torch.Tensor:
-    """Which of a part's rows are changed, bool [positions]."""
+    """Which of a part's rows its gate lets pass, bool [positions]."""
     positions = part.positions
     if part.edit.gate is None:
         return torch.ones(len(positions), dtype=torch.bool, device=device)
@@ -246,14 +246,14 @@ def _opened(part: _Part, device: torch.device) -> torch.Tensor:
 
 
 class Plans:
-    """The plan of each forward, which is the last one's while the same rows change in the same way."""
+    """The plan of each forward pass; the last one is reused while the same rows change in the same way."""
 
     def __init__(self) -> None:
         self._of: list[tuple[int, list[Edit]]] | None = None
         self._plan = Plan([])
 
     def of(self, spans: Sequence[Span]) -> Plan:
-        """The plan of a forward."""
+        """The plan of a forward pass."""
         if any(span.edits and span.count > 1 for span in spans):
             self._of = None
             return Plan(spans)

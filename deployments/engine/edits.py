@@ -1,4 +1,4 @@
-"""Edits: changes of activations that a request makes, and what is reported of them."""
+"""Edits: changes of activations that a request makes, and the report of their effects."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from deployments.readouts.values import Readout
 
 Kind = Literal["add", "add_norm", "scale", "project_out", "clamp", "replace", "feature"]
 Index = tuple[int, ...] | None  # None for all
-MOST_PARTS = 512  # tensors of single rows that are held apart, each of which takes far more than its number
+MOST_PARTS = 512  # tensors of single rows that are kept apart; each takes far more memory than its number
 
 
 class _ByPosition:
-    """A number of each row that an edit has come to, as they gather; a row that is run again counts once."""
+    """One number for each row of an edit; a row that runs again counts once."""
 
     def __init__(self) -> None:
         self._positions = list[int]()
-        self._parts = list[torch.Tensor]()  # on the model's device: they are read once, at the end
+        self._parts = list[torch.Tensor]()  # on the model's device; copied to the host once, at the end
 
     def add(self, positions: Sequence[int], values: torch.Tensor) -> None:
-        """Take rows' numbers, `[positions]`; NaN of one that a gate kept as it was."""
+        """Add the rows' numbers, `[positions]`; NaN for a row that a gate left unchanged."""
         self._positions.extend(positions)
         self._parts.append(values)
         if len(self._parts) == MOST_PARTS:
@@ -36,7 +36,7 @@ class _ByPosition:
 
     @property
     def values(self) -> list[float]:
-        """The number of each row."""
+        """The number of each row, in the order of positions."""
         first = dict[int, float]()
         if self._parts:
             numbers = torch.cat(self._parts).tolist()
@@ -46,10 +46,10 @@ class _ByPosition:
 
 
 class Norms(_ByPosition):
-    """The norms of the rows that an edit in their units has changed.
+    """The norms of the rows that an edit in units of the norm has changed.
 
     Attributes:
-        field: What the request calls the edit.
+        field: The edit's field in the request.
     """
 
     def __init__(self, field: str) -> None:
@@ -58,19 +58,19 @@ class Norms(_ByPosition):
 
     @property
     def median(self) -> float | None:
-        """Their median, of an even number the lower one; None of none. The first token's may be a hundred times it."""
+        """Their median, the lower of two; None without rows. The first token's norm may be a hundred times as large."""
         made = [norm for norm in self.values if not math.isnan(norm)]
         return median_low(made) if made else None
 
 
 class Changed(NamedTuple):
-    """What an edit did.
+    """The effect of an edit.
 
     Attributes:
-        rows: How many rows it changed.
-        kept: How many its gate kept as they were.
-        mean: Of the norms of its changes, each relative to its row's; None of none.
-        largest: The largest of them, likewise.
+        rows: The number of changed rows.
+        kept: The number of rows that its gate left unchanged.
+        mean: The mean norm of the changes, each relative to its row's norm; None without changes.
+        largest: The largest such norm; None without changes.
     """
 
     rows: int
@@ -80,11 +80,11 @@ class Changed(NamedTuple):
 
 
 class Report(_ByPosition):
-    """What an edit does: the norm of each row's change, relative to the row's."""
+    """The norm of each row's change, relative to the row's norm."""
 
     @property
     def changed(self) -> Changed:
-        """What it did."""
+        """The effect so far."""
         values = self.values
         made = [change for change in values if not math.isnan(change)]
         mean = sum(made) / len(made) if made else None
@@ -92,7 +92,7 @@ class Report(_ByPosition):
 
 
 class FeatureChange(NamedTuple):
-    """One feature of an autoencoder, and what becomes of it: `add`, `scale`, `clamp` or `zero`."""
+    """One feature of an autoencoder and its operation: `add`, `scale`, `clamp` or `zero`."""
 
     sae: Readout
     feature: int
@@ -104,21 +104,21 @@ class Edit:
     """One change that a request makes at a point.
 
     Attributes:
-        point: Where.
-        kind: x + vector; x + |x| * vector; x * low; x without its part along vector; x between low and high; or vector
-            in its place; of `feature`, x with one feature of an autoencoder changed by low.
-        tokens: Of which tokens.
-        features: Which entries of the last axis.
-        heads: Which heads, at a point of heads.
-        vector: [..., features] as a row of the point, in float32 or wider; or [tokens, ..., features], in any dtype, to
-            replace each token's by another. On the model's device.
+        point: The point that it changes.
+        kind: The operation: x + vector; x + |x| * vector; x * low; x without its component along vector; x clamped to
+            low and high; vector instead of x; or, for `feature`, x with one feature of an autoencoder changed by low.
+        tokens: The tokens that it changes.
+        features: The entries of the last axis that it changes.
+        heads: The heads that it changes, at a point of heads.
+        vector: [..., features], shaped like a row of the point, in float32 or wider; or [tokens, ..., features], in any
+            dtype, to replace each token's row by another. On the model's device.
         low: The factor, or the least value.
         high: The greatest value.
-        norms: Takes each |x|, the norm of what is changed of a row, of heads their mean; where the kind has it.
-        change: Of the kind `feature`, which one.
-        field: What the request calls it.
-        gate: Which rows are changed; None for all.
-        report: Takes what it does; None for nothing.
+        norms: Collects |x| of the changed part of each row, for heads their mean; for kinds in units of the norm.
+        change: For the kind `feature`, the feature.
+        field: Its field in the request.
+        gate: Selects the rows that are changed; None for all.
+        report: Collects its effects; None for no report.
     """
 
     point: Point
@@ -137,21 +137,21 @@ class Edit:
 
     @property
     def is_watched(self) -> bool:
-        """Whether it must be known which rows it changes."""
+        """Whether it tracks which rows it changes."""
         return self.gate is not None or self.report is not None
 
     @property
     def names_rows(self) -> bool:
-        """Whether it must be known at which positions it is made."""
+        """Whether it needs the positions of its rows."""
         return self.is_watched or self.norms is not None
 
     @property
     def per_token(self) -> bool:
-        """Whether its vector is another for each token."""
+        """Whether its vector differs between tokens."""
         return self.vector is not None and self.vector.ndim > len(self.point.shape)
 
     def rows(self, positions: Sequence[int]) -> torch.Tensor:
-        """What its vector is at some tokens that `Tokens.within` gave, [tokens or 1 for all, heads or 1, features]."""
+        """Its vector at the positions from `Tokens.within`, [tokens or 1 for all, heads or 1, features]."""
         assert self.vector is not None
         vector = self.vector[None]
         if self.per_token:

@@ -1,8 +1,8 @@
 """The engine: admit -> forward -> sample -> emit, for all requests at once.
 
 One thread owns the model and calls `step` (or `run`, which does nothing else); any thread may `submit`,
-`cancel` and say what was `written`. Each step is one forward: a token of every request whose prompt is in, and beside
-them pieces of prompts. What happens when a forward fails is in `recovery.py`.
+`cancel` and report rows as `written`. Each step is one forward pass: one token of every request whose prompt has run,
+and pieces of prompts. `recovery.py` handles failed forward passes.
 
 More than 300 lines, because each stage of a step changes the same state: the queue, the sequences and their events.
 """
@@ -58,7 +58,7 @@ from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model
 from deployments.points.token_choices import resolve
 
-MOST_BROKEN = 3  # requests in a row, each alone, that end by an assertion of the engine; then the engine ends
+MOST_BROKEN = 3  # consecutive failures of single requests by an assertion of the engine; the engine then ends
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class _Written(NamedTuple):
 
 
 class _Compiled:
-    """A grammar that a sequence waits for has been compiled anew."""
+    """A grammar that a sequence waits for has been compiled."""
 
 
 class Engine:
@@ -85,22 +85,22 @@ class Engine:
         kv_fraction: float | None = None,
         capture_bytes: int | None = None,
     ) -> None:
-        """Take a model into service.
+        """Start the engine on a model.
 
         Args:
             model: The only copy of the weights.
-            max_running: The most requests that share a decode.
-            prefill_tokens: The most prompt tokens of one forward, of which at most a fifth is used while
-                streamed requests decode; a longer prompt goes in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
-            kv_bytes: The most KV memory; without it, `kv_fraction` of what is free now.
-            kv_fraction: A part of the free memory; half unless given.
-            capture_bytes: Host memory for recorded rows. Rows are then handed out in pieces as `Rows`, and
-                whoever takes them calls `written`; None leaves them with their request until its end.
+            max_running: The most requests that decode together.
+            prefill_tokens: The most prompt tokens of one forward pass; at most a fifth of it while streamed requests
+                decode. A longer prompt runs in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
+            kv_bytes: The most KV memory; without it, `kv_fraction` of the memory that is free now.
+            kv_fraction: A fraction of the free memory; half by default.
+            capture_bytes: Host memory for recorded rows. Rows then leave in pieces as `Rows`, and their consumer calls
+                `written`. None keeps all rows of a request until its end.
         """
         self.model = model
         self.statistics = Statistics()
         self.step_began: float | None = None  # monotonic seconds; None between steps
-        self._queued = set[str]()  # requests that no forward has taken yet
+        self._queued = set[str]()  # requests that have not run yet
         self._memory = KvMemory(model, max_running, kv_bytes, kv_fraction)
         self._ring = CaptureRing(model.device, window_bytes(model.device, capture_bytes))
         self._runner = Runner(model, self._memory, self._ring)
@@ -112,21 +112,21 @@ class Engine:
         self._arrivals = itertools.count()
         self._idle = True
         self._stopping = False
-        self._broken = 0  # forward passes of one request each that ended by an assertion of the engine, in a row
+        self._broken = 0  # consecutive forward passes of a single request that failed by an assertion of the engine
 
     @property
     def cache(self) -> PagedCache:
-        """Where keys and values lie."""
+        """The pages of keys and values."""
         return self._memory.cache
 
     # ---- for any thread
 
     def check(self, request: Request) -> None:
-        """Refuse what could never run.
+        """Reject a request that can never run.
 
         Raises:
             RequestError: An empty prompt, more tokens than the context or the KV memory holds, or settings
-                that this model or the request's own length cannot meet.
+                that this model or the request's length does not support.
         """
         prompt, context = len(request.prompt), self.model.context
         if not prompt:
@@ -156,24 +156,24 @@ class Engine:
             check_lens(request.lens, self.model.unembedding)
 
     def room(self, prompt: int) -> int:
-        """The most new tokens that a prompt of so many tokens leaves room for in context and KV memory."""
+        """The most new tokens that fit into the context and KV memory after `prompt` tokens."""
         return max(1, self._memory.longest - prompt)
 
     def submit(self, request: Request) -> None:
-        """Queue a request that `check` let pass; its events come from `step`."""
+        """Queue a request that `check` has accepted; `step` returns its events."""
         self._queued.add(request.id)
         self._inbox.put(request)
 
     def has_begun(self, request_id: str) -> bool:
-        """Whether a request that was submitted has left the queue."""
+        """Whether a submitted request has left the queue."""
         return request_id not in self._queued
 
     def cancel(self, request_id: str) -> None:
-        """End a request where it stands; its last event says "cancelled". Unknown ids do nothing."""
+        """End a request at once; its last event has the reason "cancelled". Unknown ids are ignored."""
         self._inbox.put(request_id)
 
     def written(self, request_id: str, size: int) -> None:
-        """Say that `size` bytes of the rows that a request handed out need no memory any more."""
+        """Report that `size` bytes of a request's released rows no longer need memory."""
         self._inbox.put(_Written(request_id, size))
 
     def stop(self) -> None:
@@ -184,18 +184,18 @@ class Engine:
     # ---- for the thread that owns the model
 
     def run(self, emit: Callable[[list[Event]], None]) -> None:
-        """Step until stopped, handing on each step's events; wait where there is nothing to do."""
+        """Call `step` until stopped, and pass each step's events on; wait when there is nothing to do."""
         while not self._stopping:
             events = self.step(wait=True)
             if events:
                 emit(events)
 
     def generate(self, requests: Iterable[Request]) -> list[Finished]:
-        """Run requests together to their end and give their last events, in order, with all they recorded.
+        """Run requests together to their end and return their last events, in order, with all recorded rows.
 
         Raises:
-            RequestError: One of them could never run, or two have the same id.
-            RuntimeError: Others are under way, whose events would be lost.
+            RequestError: One of them can never run, or two have the same id.
+            RuntimeError: Other requests are running, whose events would be lost.
         """
         requests = list(requests)
         if len({request.id for request in requests}) < len(requests):
@@ -229,10 +229,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, wait: bool = False) -> list[Event]:
-        """One round: take in what was sent, run one forward, and say what it brought.
+        """Receive messages, run one forward pass, and return its events.
 
         Args:
-            wait: Where there is nothing to do, wait until something is sent.
+            wait: Wait for a message if there is nothing to do.
         """
         events: list[Event] = []
         first = self._inbox.get() if wait and self._idle else None
@@ -282,10 +282,10 @@ class Engine:
                 return self._finish(seq, "cancelled", events)
         return None
 
-    # ---- one forward
+    # ---- one forward pass
 
     def _forward(self, pieces: collections.abc.Sequence[Piece], events: list[Event]) -> None:
-        """Run a forward and take what it brings; an error ends the sequence at fault, and the engine goes on."""
+        """Run a forward pass and process its result; an error ends only the failing sequence."""
         device = self.model.device
         for piece in pieces:
             memory = piece.sequence.memory
@@ -295,14 +295,14 @@ class Engine:
             self._advance(self._runner.run(pieces), events)
             self._scheduler.went_well()
             self._broken = 0
-        except Exception as error:  # of a request, the model's code or the device: few requests end by it, below
+        except Exception as error:  # by a request, the model's code or the device; only the requests selected below end
             self._broken += len(pieces) == 1 and _is_own_assertion(error)
             if self._broken == MOST_BROKEN:
                 raise
             logger.exception("a forward of %d requests failed", len(pieces))
             failed = f"{type(error).__name__}: {error}"
             out_of_memory = device_memory.describe(device, error) if device_memory.is_out_of_memory(error) else None
-        if failed:  # outside of the handler, whose error holds on to the forward's tensors
+        if failed:  # outside the handler, whose error keeps the forward pass's tensors alive
             for end in self._recovery.after(pieces, failed, out_of_memory):
                 self._finish(end.sequence, "error", events, end.message, end.code)
         peak = device_memory.peak_bytes(device)
@@ -320,7 +320,7 @@ class Engine:
                 captured = seq.recording.flush(lambda: seq.token_ids)  # noqa: B023 - called here or never
                 if captured is not None:
                     captured = with_columns(captured, seq.request, seq.readouts)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends what this request records, and nothing else
+            except Exception as error:  # noqa: BLE001 - any error ends only this request's recording
                 seq.recording.give_up(_capture_failure(seq, error))
             else:
                 if captured is not None:
@@ -328,7 +328,7 @@ class Engine:
                     events.append(Rows(seq.request.id, captured))
 
     def _settle(self) -> None:
-        """Let sequences stand still that hold too many recorded bytes, or whose grammar is compiled anew."""
+        """Pause sequences that hold too many recorded bytes, or whose grammar is being compiled again."""
         share = self._capture_budget.share(self._scheduler.recording)
         for seq in self._scheduler.running:
             grammar_state = seq.sampling_state.grammar_state
@@ -337,10 +337,10 @@ class Engine:
             if seq.stalled and seq.recording:
                 self._ring.leave(seq.recording)
 
-    # ---- what a forward brought
+    # ---- the result of a forward pass
 
     def _advance(self, outcome: ForwardResult, events: list[Event]) -> None:
-        """Draw each sequence's next token, and end what has come to its end."""
+        """Draw each sequence's next token, and finish the sequences that end."""
         seqs, logits, lens, stopped = outcome
         if not seqs:
             return
@@ -350,7 +350,7 @@ class Engine:
         chosen = choose(logits, [None if i in undrawn else seq.sampling_state for i, seq in enumerate(seqs)])
         for i, seq in enumerate(seqs):
             try:
-                if seq.ending:  # it is said; the forward was for its last row alone
+                if seq.ending:  # its text is complete; this forward pass was for its last row
                     self._finish(seq, seq.ending, events)
                 elif i in ended:
                     self._stop(seq, *stopped[i], events)
@@ -358,21 +358,21 @@ class Engine:
                     own = chosen.failed[i] in (NOT_FINITE, NO_TOKEN_LEFT)
                     self._finish(seq, "error", events, chosen.failed[i], "engine_error" if own else GRAMMAR_TOO_COMPLEX)
                 elif i in waiting:
-                    seq.fed -= 1  # its last token is run again when its grammar is there
+                    seq.fed -= 1  # its last token runs again once its grammar is ready
                 else:
                     self._accept(seq, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
             except Exception as error:
-                # A tokenizer's or a grammar's own fault at this sequence's token: the others' tokens count.
+                # The tokenizer or a grammar failed on this sequence's token: the other sequences continue.
                 logger.exception("request %s failed on its token", seq.request.id)
                 self._finish(seq, "error", events, f"{type(error).__name__}: {error}")
 
     def _may_draw(self, seq: Sequence) -> bool:
-        """Whether a sequence's next token can be drawn now; else its grammar is compiled first, on another thread."""
+        """Whether a sequence's next token can be drawn now; otherwise another thread compiles its grammar first."""
         grammar_state = seq.sampling_state.grammar_state
         return grammar_state is None or grammar_state.ready(lambda: self._inbox.put(_Compiled()))
 
     def _stop(self, seq: Sequence, check: ThresholdCheck, position: int, events: list[Event]) -> None:
-        """End an answer at a row that met its `stop_when`: its token was said, and no other follows."""
+        """End an answer at a row that met its `stop_when`; that row's token was sent already."""
         if not self._say_scores(seq, events):
             return
         value = float(check.value) if check.value is not None else float("nan")
@@ -382,14 +382,14 @@ class Engine:
         self._finish(seq, "stop", events)
 
     def _say(self, seq: Sequence, delta: Delta, events: list[Event]) -> None:
-        """Say what a step added now, or keep it for the end."""
+        """Emit what a step added, or keep it until the end."""
         if seq.request.streamed:
             events.append(delta._replace(readouts=seq.readouts.take()) if seq.readouts else delta)
         else:
             seq.unsaid.append(delta)
 
     def _say_scores(self, seq: Sequence, events: list[Event]) -> bool:
-        """Say a prompt's logprobs once they are there; false where they are not finite, which ends the sequence."""
+        """Emit a prompt's logprobs once they are known; if they are not finite, end the sequence and return false."""
         scores, seq.scores = seq.scores, None
         if scores and not scores.finite:
             self._finish(seq, "error", events, NOT_FINITE)
@@ -447,12 +447,12 @@ class Engine:
         try:
             if seq.recording and reason in ("stop", "length"):
                 captured = with_columns(seq.recording.finish(seq.token_ids), seq.request, seq.readouts)
-        except Exception as failed:  # noqa: BLE001 - as above: the request still has its end
+        except Exception as failed:  # noqa: BLE001 - as above: the request still gets its last event
             error = _capture_failure(seq, failed)
         try:
             if seq.readouts and reason != "error":
                 readouts = seq.readouts.take(ended=True)
-        except Exception as failed:
+        except Exception as failed:  # any error ends this request only
             logger.exception("request %s failed on its readouts", seq.request.id)
             captured, reason, error = None, "error", f"{type(failed).__name__}: {failed}"
         seq.memory.after = device_memory.held_bytes(self.model.device)
@@ -492,7 +492,7 @@ class Engine:
 
 
 def _is_own_assertion(error: Exception) -> bool:
-    """Whether an error is an assertion of the engine itself; a model's code may have its own."""
+    """Whether the engine itself, rather than a model's code, made a failed assertion."""
     if not isinstance(error, AssertionError):
         return False
     names = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -500,8 +500,8 @@ def _is_own_assertion(error: Exception) -> bool:
 
 
 def _capture_failure(seq: Sequence, error: Exception) -> str:
-    """Why what a sequence records cannot be given."""
-    if isinstance(error, (CaptureError, RuntimeError, MemoryError)):  # torch's: no memory for another dtype
+    """The reason why a sequence's rows cannot be returned."""
+    if isinstance(error, (CaptureError, RuntimeError, MemoryError)):  # from torch: no memory for another dtype
         return str(error)
     logger.error("request %s failed on its rows", seq.request.id, exc_info=error)
     return f"{type(error).__name__}: {error}"

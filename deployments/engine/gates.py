@@ -1,7 +1,7 @@
 """Conditions on readouts: which rows of a sequence have met them.
 
-What a row decided stands: a sequence that is run again after it lost its place keeps what its rows decided before.
-Everything stays on the model's device.
+Decisions are final: a sequence that runs again after a preemption keeps the decisions of its rows. Everything stays on
+the model's device.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from deployments.readouts.values import Readout
 
 
-_Met = Callable[[Sequence[int]], torch.Tensor]  # of positions, whether their rows met it
+_Met = Callable[[Sequence[int]], torch.Tensor]  # positions -> whether their rows met it
 
 
 class Source(NamedTuple):
-    """A readout, and where it reads.
+    """A readout and its place.
 
     Attributes:
         readout: The readout.
-        place: Whose rows.
-        name: What the request calls it.
+        place: The place that it reads.
+        name: Its name in the request.
     """
 
     readout: Readout
@@ -42,27 +42,26 @@ class ThresholdCheck:
 
     Attributes:
         source: The readout.
-        column: Which of its values.
+        column: The index of the value.
         lag: 1 if the gate acts on the row after the one read, else 0.
-        here: Whether it reads the row where it is changed, before that; then its rows are those that are changed, by
-            their turn.
+        here: Whether it reads the row at the edit itself, before the change; its rows are then the edited ones.
         known: Rows before this one are decided.
-        stop: It reads no row from here on; None where there is no end.
-        value: The value of the last row that was decided, [1].
+        stop: It reads no row from here on; None for no end.
+        value: The value of the last decided row, [1].
     """
 
     def __init__(
         self, source: Source, column: int, spec: Threshold, tokens: Tokens, lag: int = 0, here: bool = False
     ) -> None:
-        """Initialize the state: no row is decided yet.
+        """Initialize without decided rows.
 
         Args:
-            source: As the attribute.
-            column: Likewise.
+            source: See the attribute.
+            column: See the attribute.
             spec: The condition.
-            tokens: Of the rows that it is for; it reads from the first of them on.
-            lag: As the attribute.
-            here: Likewise.
+            tokens: The tokens that it applies to; it reads from the first one on.
+            lag: See the attribute.
+            here: See the attribute.
         """
         self.source, self.column, self.lag, self.here = source, column, lag, here
         self._tokens = tokens
@@ -81,28 +80,28 @@ class ThresholdCheck:
         self.limits = low, high, until, spec.ema or 0.0, float(spec.rows)
         self.remembers = spec.rows > 1 or spec.until_below is not None or bool(spec.ema)
         self._begin = begin
-        self._state: torch.Tensor | None = None  # [average, open, rows in a row]
-        self._parts: list[torch.Tensor] = []  # whether rows met it, one part after the other
+        self._state: torch.Tensor | None = None  # [average, open, consecutive rows]
+        self._parts: list[torch.Tensor] = []  # consecutive parts: whether rows met it
         self._last = begin  # the first row of the last part
 
     def state(self, device: torch.device) -> torch.Tensor:
-        """What it remembers of the rows before, [3]."""
+        """Its memory of earlier rows, [3]."""
         return torch.tensor([math.nan, 0.0, 0.0], device=device) if self._state is None else self._state
 
     def decide(self, met: torch.Tensor, state: torch.Tensor | None, values: torch.Tensor) -> None:
-        """Take what the next rows decided.
+        """Append the decisions of the next rows.
 
         Args:
             met: Whether they met it, [rows].
-            state: As `state`, after them.
-            values: What they were, [rows].
+            state: The memory after these rows.
+            values: Their values, [rows].
         """
         self._last, self._state, self.value = self.known, state, values[-1:]
         self._parts.append(met)
         self.known += len(met)
 
     def met(self, positions: Sequence[int]) -> torch.Tensor:
-        """Whether it was met for the rows of some tokens, ascending, bool [positions]."""
+        """Whether the rows at these ascending positions met it, bool [positions]."""
         first, count = positions[0] - self.lag, positions[-1] - positions[0] + 1
         if self.here:
             first, count = self._tokens.turn(positions[0]), len(positions)
@@ -113,17 +112,17 @@ class ThresholdCheck:
         return found if count == len(positions) else found[[at - positions[0] for at in positions]]
 
     def turn(self, position: int) -> int:
-        """Which of its rows a token's is."""
+        """The index of a token's row among its rows."""
         return self._tokens.turn(position) if self.here else position - self.lag
 
 
 def _beside(number: float, way: float) -> float:
-    """The next float32 on the way."""
+    """The next float32 in this direction."""
     return float(torch.nextafter(torch.tensor(number), torch.tensor(way)))
 
 
 class CheckedValues(NamedTuple):
-    """Values of consecutive rows that a check reads, `[rows]`, from the position `first` on."""
+    """Values of consecutive rows that a check reads, `[rows]`, from position `first` on."""
 
     check: ThresholdCheck
     values: torch.Tensor
@@ -131,7 +130,7 @@ class CheckedValues(NamedTuple):
 
 
 def decide(reads: Sequence[CheckedValues]) -> None:
-    """Have checks decide on the rows that they have not seen; single ones all at once."""
+    """Let checks decide on new rows; single rows of all checks at once."""
     single, several = list[CheckedValues](), list[CheckedValues]()
     for read in reads:
         fresh = max(0, read.check.known - read.first)
@@ -162,7 +161,7 @@ def decide(reads: Sequence[CheckedValues]) -> None:
 
 
 def _next(values: torch.Tensor, limits: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether one row of each check [checks] meets it, and what it then remembers [checks, 3]; limits [5, checks]."""
+    """Whether one row of each check [checks] meets it, and the new memory [checks, 3]; limits [5, checks]."""
     low, high, until, weight, rows = limits
     average, opened, run = state.unbind(1)
     fresh = average.isnan() | (weight == 0)
@@ -176,7 +175,7 @@ class Gate:
     """A condition for one sequence.
 
     Attributes:
-        checks: The conditions on single values in it.
+        checks: Its conditions on single values.
         lag: The largest lag of its checks.
     """
 
@@ -184,7 +183,7 @@ class Gate:
         """Make the checks.
 
         Args:
-            condition: As the request has it.
+            condition: The condition in the request.
             check: Makes the check of a condition on one value.
         """
         self.checks: list[ThresholdCheck] = []
@@ -213,9 +212,9 @@ class Gate:
         return met
 
     def opened(self, positions: Sequence[int]) -> torch.Tensor:
-        """Whether it is open for the rows of some tokens, ascending, bool [positions]."""
+        """Whether it is open for the rows at these ascending positions, bool [positions]."""
         return self._tree(positions)
 
     def reason(self, position: int) -> ThresholdCheck:
-        """A check that was met for a row at which the gate was open; the first where none is alone."""
+        """A check that a row met when the gate was open; the first one if none suffices alone."""
         return next((check for check in self.checks if bool(check.met([position]))), self.checks[0])

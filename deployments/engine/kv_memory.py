@@ -13,35 +13,34 @@ from deployments.engine.device_memory import free_bytes, release_cached
 from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 from deployments.model.model import Model
 
-NO_PAGE = 0  # stays zero, and stands in a table for pages that are not held: torch's operations read before they mask
+NO_PAGE = 0  # stays zero; fills a table at pages that are not held, because torch reads before it masks
 
 
 class KvMemory:
-    """Pages of keys and values: sequences take them as they grow, and share those of a beginning they have in common.
+    """Pages of keys and values: sequences take pages as they grow and share those of a common prefix.
 
-    A page that is full is known by the tokens up to its end and by its owner. When no sequence holds it any more it
-    stays, as long as there are others to take, for a sequence that begins with the same tokens.
+    A full page is registered under the tokens up to its end and its owner. When no sequence holds it any more, it stays
+    for later sequences with the same prefix until its memory is needed.
 
-    Where every layer has a window, sequences keep the pages that their next rows read, and no others. All layers share
-    a sequence's table of pages: where some attend to all tokens, as in Gemma 3, all pages are kept.
+    If every layer has a window, sequences keep only the pages that their next rows read. All layers share a sequence's
+    table of pages; if some layers attend to all tokens, as in Gemma 3, all pages are kept.
 
     Attributes:
         cache: The pages.
-        pages: How many there are.
+        pages: The number of pages.
         position_bytes: Bytes of one position over all layers.
     """
 
     def __init__(
         self, model: Model, max_running: int, kv_bytes: int | None = None, kv_fraction: float | None = None
     ) -> None:
-        """Size the budget by one page of the model.
+        """Derive the number of pages from the size of one.
 
         Args:
-            model: Whose keys and values they are.
-            max_running: The most sequences at once: more pages than they can fill are not made.
+            model: The model.
+            max_running: The most sequences at once; limits the number of pages to what they can fill.
             kv_bytes: The budget.
-            kv_fraction: The budget as a part of what is free now, where `kv_bytes` is not given; by default
-                half of it.
+            kv_fraction: The budget as a fraction of the free memory, used without `kv_bytes`; half by default.
         """
         probe, by_device = _one_page(model)
         page_bytes = by_device.total()
@@ -55,38 +54,38 @@ class KvMemory:
         self._context = model.context
         self._device = model.device
         self._free = list(range(self.pages, NO_PAGE, -1))  # the lowest are taken first
-        self._holders: Counter[int] = Counter()  # page -> sequences that hold it
-        self._known: dict[tuple[Hashable, tuple[int, ...]], tuple[int, int]] = {}  # what a page has -> its number, page
+        self._holders: Counter[int] = Counter()  # page -> number of sequences that hold it
+        self._known: dict[tuple[Hashable, tuple[int, ...]], tuple[int, int]] = {}  # key -> number, page
         self._names: dict[int, tuple[Hashable, tuple[int, ...]]] = {}  # page -> its key in `_known`
-        self._idle: OrderedDict[int, None] = OrderedDict()  # known pages that nobody holds, least lately used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # known pages that no sequence holds, oldest first
         self._numbers = itertools.count(1)
 
     @property
     def budget_bytes(self) -> int:
-        """The most that all pages take."""
+        """The most bytes of all pages."""
         return self.pages * PAGE * self.position_bytes
 
     @property
     def bytes(self) -> int:
-        """What pages in use take, those that are kept for later prompts included."""
+        """Bytes of the pages in use, including those kept for later prompts."""
         return (self.pages - len(self._free)) * PAGE * self.position_bytes
 
     @property
     def longest(self) -> int:
-        """The most tokens that a sequence may have by itself."""
+        """The most tokens of a single sequence."""
         return self._context if pages_for(self.most_held(self._context)) <= self.pages else self.pages * PAGE
 
     def most_held(self, tokens: int, piece: int = PAGE) -> int:
-        """The most positions for which a sequence of so many tokens needs pages at once, in pieces of so many."""
-        return min(tokens, self._window + piece + PAGE - 2)  # these begin anywhere in a page
+        """The most positions for which a sequence of `tokens` tokens needs pages at once, in pieces of `piece`."""
+        return min(tokens, self._window + piece + PAGE - 2)  # a window starts anywhere in a page
 
     @property
     def available(self) -> int:
-        """Pages that a sequence could take now."""
+        """The number of pages that a sequence can take now."""
         return len(self._free) + len(self._idle)
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
-        """Give a sequence pages for so many tokens; false, and nothing is changed, where there are too few."""
+        """Give a sequence pages for `tokens` tokens; if too few are available, change nothing and return false."""
         missing = pages_for(tokens) - len(kv.pages)
         if missing > self.available:
             return False
@@ -97,24 +96,24 @@ class KvMemory:
         return True
 
     def slide(self, kv: SequenceKv, start: int) -> None:
-        """Take the pages of a sequence that none of its rows from `start` on reads in any layer."""
+        """Release the pages of a sequence that none of its rows from `start` on reads in any layer."""
         passed = max(0, start + 1 - self._window) // PAGE
         if passed > kv.passed:
             self._leave(left := kv.pages[kv.passed : passed])
-            for page in filter(self._idle.__contains__, left):  # the last gives way first: it is of no use alone
+            for page in filter(self._idle.__contains__, left):  # the last is evicted first: it is useless alone
                 self._idle.move_to_end(page, last=False)
             kv.pages[kv.passed : passed] = [NO_PAGE] * (passed - kv.passed)
             kv.passed = passed
 
     def release(self, kv: SequenceKv) -> None:
-        """Take all pages of a sequence."""
+        """Release all pages of a sequence."""
         self._leave(kv.pages[kv.passed :])
         kv.pages.clear()
         kv.passed = kv.known = 0
         kv.lone = kv.chain = None
 
     def _leave(self, pages: Sequence[int]) -> None:
-        """Count one holder less of each of these; the last in order gives way first."""
+        """Count one holder less of each page; the last page is evicted first."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if not self._holders[page]:
@@ -124,19 +123,19 @@ class KvMemory:
                 else:
                     self._free.append(page)
 
-    # ---- beginnings that sequences have in common
+    # ---- shared prefixes
 
     def share(self, kv: SequenceKv, tokens: Sequence[int], limit: int, owner: Hashable) -> int:
-        """Give a sequence without pages those that hold its beginning.
+        """Give a sequence without pages the known pages of its prefix.
 
         Args:
             kv: The sequence's keys and values.
             tokens: Its tokens.
-            limit: No position from this one on is taken from another sequence.
-            owner: Whose pages it may share.
+            limit: The first position that is not shared.
+            owner: The owner whose pages it may share.
 
         Returns:
-            How many positions they hold.
+            The number of shared positions.
         """
         assert not kv.pages
         kv.chain = owner
@@ -148,7 +147,7 @@ class KvMemory:
         return kv.known * PAGE
 
     def held(self, tokens: Sequence[int], limit: int, owner: Hashable) -> int:
-        """How many pages of a sequence's beginning others hold now, so that it takes none for them.
+        """The number of pages of a sequence's prefix that others hold now, so that it needs no new ones.
 
         Args:
             tokens: Its tokens.
@@ -158,7 +157,7 @@ class KvMemory:
         return sum(page in self._holders for page, _ in self._known_pages(tokens, limit, owner))
 
     def _known_pages(self, tokens: Sequence[int], limit: int, owner: Hashable) -> Iterator[tuple[int, Hashable]]:
-        """The pages that hold a beginning, each with the key under which the next one is known."""
+        """The pages that hold a prefix, each with the chain key of the next page."""
         chain = owner
         for start in range(0, limit - PAGE + 1, PAGE):
             found = self._known.get((chain, tuple(tokens[start : start + PAGE])))
@@ -169,17 +168,17 @@ class KvMemory:
 
     @staticmethod
     def next_page(kv: SequenceKv, tokens: Sequence[int], limit: int) -> Hashable:
-        """The key of a sequence's first page that is not known yet; None where that is not below a limit."""
+        """The key of a sequence's first page that is not known yet; None if it does not end before `limit`."""
         start = kv.known * PAGE
         return (kv.chain, tuple(tokens[start : start + PAGE])) if start + PAGE <= limit else None
 
     def remember(self, kv: SequenceKv, tokens: Sequence[int], limit: int) -> None:
-        """Know a sequence's full pages by their tokens.
+        """Register a sequence's full pages under their tokens.
 
         Args:
-            kv: The sequence's keys and values, as `share` has begun them.
+            kv: The sequence's keys and values; `share` was called first.
             tokens: Its tokens.
-            limit: Positions that are written, and hold what any sequence with these tokens would write.
+            limit: The number of positions written with the values that any sequence with these tokens would have.
         """
         while (kv.known + 1) * PAGE <= limit:
             key = kv.chain, tuple(tokens[kv.known * PAGE : (kv.known + 1) * PAGE])
@@ -193,7 +192,7 @@ class KvMemory:
 
     @staticmethod
     def completes_page(before: int, after: int) -> bool:
-        """Whether a sequence that has grown so much has filled a page."""
+        """Whether a sequence that has grown from `before` to `after` tokens has filled a page."""
         return after // PAGE > before // PAGE
 
     def _forget_oldest(self) -> int:
@@ -202,7 +201,7 @@ class KvMemory:
         return page
 
     def trim(self) -> None:
-        """Give back to the system what no sequence holds, where it can be."""
+        """Free the memory of unused pages, if the cache supports it."""
         while self._idle:
             self._free.append(self._forget_oldest())
         self._free.sort(reverse=True)
@@ -211,13 +210,13 @@ class KvMemory:
 
 
 def pages_for(tokens: int) -> int:
-    """Pages that so many tokens take."""
+    """The number of pages of `tokens` tokens."""
     return -(-tokens // PAGE)
 
 
 @torch.inference_mode()
 def _one_page(model: Model) -> tuple[PagedCache, Counter[torch.device]]:
-    """A cache of one page that a token's forward has written to, and its bytes on each device."""
+    """A cache of one page after the forward pass of a token, and its bytes on each device."""
     cache, kv = PagedCache(), SequenceKv([0])
     model.forward([1 % model.vocabulary], [TokenSpan(kv, 0, 1)], [0], cache)
     sizes = cache.page_bytes

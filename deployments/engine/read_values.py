@@ -1,4 +1,4 @@
-"""The values that a sequence's readouts gave: what answers have not said yet, and columns beside recorded rows."""
+"""The values of a sequence's readouts: those not sent yet, and columns beside recorded rows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from deployments.points.readouts import COLUMN
 
 
 class Values(NamedTuple):
-    """Values of consecutive rows: [rows, count], or of features [rows, top] with their numbers."""
+    """Values of consecutive rows: [rows, count], or [rows, top] of features with their indices."""
 
     values: np.ndarray
     features: np.ndarray | None = None
 
 
 class SequenceReadouts:
-    """What a sequence's readouts have given so far.
+    """The values of a sequence's readouts so far.
 
     Attributes:
-        known: For each readout, rows before this one were read.
+        known: For each readout, the first row that was not read yet.
     """
 
     def __init__(self, request: Request) -> None:
@@ -36,16 +36,16 @@ class SequenceReadouts:
 
     @property
     def wants_generated(self) -> bool:
-        """Whether rows of generated tokens are wanted; then the last one is run through, too."""
+        """Whether rows of generated tokens are wanted; the last one then runs through the model, too."""
         return any(one.tokens.stop is None or one.tokens.stop > self._prompt for one in self._asked)
 
     def add(self, index: int, first: int, values: Values) -> None:
-        """Take rows of one readout, the first of them at this position."""
+        """Add rows of one readout, the first of them at position `first`."""
         self._parts[index].append((first, values))
         self.known[index] = first + len(values.values)
 
     def take(self, ended: bool = False) -> tuple[ReadoutRows, ...]:
-        """The rows that were not said yet; of those of which the last ones are wanted, nothing before the end."""
+        """The rows that were not returned yet; those of a readout for the last rows are returned at the end."""
         found = []
         for index, one in enumerate(self._asked):
             if (one.tokens.tail and not ended) or self._said[index] >= self.known[index]:
@@ -59,7 +59,7 @@ class SequenceReadouts:
         return tuple(found)
 
     def column(self, index: int, positions: Sequence[int]) -> Values:
-        """Rows at some positions: NaN where there is none, and the number -1 for a feature that is 0."""
+        """The rows at some positions: NaN if a row is missing, and index -1 for a feature whose value is 0."""
         one, (values, features) = self._asked[index], self._all(index)
         first = one.tokens.first
         wanted = set(one.tokens.of(self.known[index]))
@@ -69,7 +69,7 @@ class SequenceReadouts:
         at = [positions[i] - first for i in rows]
         found[0][rows] = values[at]
         if features is not None:
-            found[1][rows] = np.where(values[at] == 0, -1, features[at])  # which of the others is 0 means nothing
+            found[1][rows] = np.where(values[at] == 0, -1, features[at])  # the index of a zero value has no meaning
         return Values(found[0], None if features is None else found[1])
 
     def _rows(self, index: int, positions: Sequence[int]) -> tuple[list[list[float]], list[list[int]] | None]:
@@ -94,7 +94,7 @@ class SequenceReadouts:
 
 
 def with_columns(captured: Captured, request: Request, readouts: SequenceReadouts | None) -> Captured:
-    """What was recorded, with the values of the request's readouts at the same tokens; NaN where a readout has none."""
+    """Add the request's readout values at the same tokens to the recorded rows; NaN if a readout has none."""
     if readouts is None or not captured.positions:
         return captured
     values = dict(captured.values)

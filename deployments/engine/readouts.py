@@ -1,4 +1,4 @@
-"""Readouts in a forward: the values of rows, for answers, for gates, and for conditions that end an answer."""
+"""Readouts in a forward pass: the values of rows for answers, gates and stop conditions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from deployments.engine.request import Request, ResolvedReadout
 from deployments.places.place import Place
 from deployments.readouts.values import Readout, Stack, largest
 
-MOST_STACKS = 64  # sets of readouts whose weights are kept side by side
+MOST_STACKS = 64  # sets of readouts whose concatenated weights are kept
 
 
 @dataclass(frozen=True)
 class ReadSpan:
-    """A sequence's part in a forward.
+    """The rows of one sequence in a forward pass.
 
     Attributes:
-        request: Its request.
-        readouts: Takes its values; None where it asks for none.
+        request: The sequence's request.
+        readouts: Collects its values; None if it requests none.
         start: The position of its first token that runs.
-        count: How many run.
-        row: The forward's row of the first.
-        decides: Whether its last row decides a token.
+        count: The number of tokens that run.
+        row: The first token's row in the forward pass.
+        decides: Whether its last row predicts the next token.
     """
 
     request: Request
@@ -41,8 +41,8 @@ class ReadSpan:
 
 
 @dataclass(frozen=True)
-class _Taker:
-    """Who reads consecutive rows at a place: a check, or a sequence's readout of this index."""
+class _Consumer:
+    """A consumer of consecutive rows at a place: a check, or a sequence's readout with this index."""
 
     readout: Readout
     row: int
@@ -54,13 +54,13 @@ class _Taker:
 
 
 class Stacks:
-    """The weights of linear readouts that were read together, side by side; the last ones used are kept."""
+    """Concatenated weights of linear readouts that are read together; the most recent ones are kept."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[tuple[Readout, ...], Stack] = OrderedDict()
 
     def of(self, readouts: Iterable[Readout]) -> Stack:
-        """The stack of these readouts, each once."""
+        """The stack of these readouts, without repetition."""
         key = tuple(dict.fromkeys(readouts))
         if key not in self._of:
             self._of[key] = Stack(key)
@@ -72,66 +72,66 @@ class Stacks:
 
 @dataclass
 class _Found:
-    """What a product gave for those who take of it: [rows, columns] on the device, and each one's part."""
+    """The result of one product: [rows, columns] on the device, and the part for each consumer."""
 
     values: torch.Tensor
     features: torch.Tensor | None
-    parts: list[tuple[_Taker, slice, slice]] = field(default_factory=list)
+    parts: list[tuple[_Consumer, slice, slice]] = field(default_factory=list)
 
 
 class ReadoutReader:
-    """What one forward's rows give.
+    """Reads the readouts of one forward pass.
 
     Attributes:
-        places: What to visit.
+        places: The places to read.
     """
 
     def __init__(self, spans: Sequence[ReadSpan], stacks: Stacks) -> None:
-        """Find the readers of each place.
+        """Group the consumers by place.
 
         Args:
             spans: The sequences that run.
-            stacks: Kept from forward to forward.
+            stacks: Kept between forward passes.
         """
         self._stacks = stacks
         self._stops = [(span, span.request.stop_when) for span in spans if span.request.stop_when and span.decides]
-        self._takers: dict[Place, list[_Taker]] = {}
+        self._consumers: dict[Place, list[_Consumer]] = {}
         self._found: list[_Found] = []
         for span in spans:
-            for place, taker in _takers(span):
-                self._takers.setdefault(place, []).append(taker)
-        self.places = list(self._takers)
+            for place, consumer in _consumers(span):
+                self._consumers.setdefault(place, []).append(consumer)
+        self.places = list(self._consumers)
 
     def take(self, place: Place, value: torch.Tensor) -> None:
-        """Read what is wanted of a place's value [..., *row], as it goes on."""
-        if place in self._takers:
-            self._found += _read(self._takers[place], value.reshape(-1, math.prod(place.shape)), self._stacks)
+        """Read a place's value [..., *row] in its final form."""
+        if place in self._consumers:
+            self._found += _read(self._consumers[place], value.reshape(-1, math.prod(place.shape)), self._stacks)
 
     def read_here(self, checks: Sequence[tuple[ThresholdCheck, int, int, int]], rows: torch.Tensor) -> None:
-        """Have checks read rows [rows, ...] that are about to be changed.
+        """Let checks read rows [rows, ...] that are about to be changed.
 
         Args:
-            checks: With its first row among these, which of the check's that is, and how many.
+            checks: Each check, the index of its first row in `rows`, that row's index in the check, and the row count.
             rows: The rows.
         """
-        takers = [_Taker(check.source.readout, row, first, count, check) for check, row, first, count in checks]
-        _read(takers, rows.flatten(1), self._stacks)
+        consumers = [_Consumer(check.source.readout, row, first, count, check) for check, row, first, count in checks]
+        _read(consumers, rows.flatten(1), self._stacks)
 
     def keep(self) -> dict[int, tuple[ThresholdCheck, int]]:
-        """Hand the values out.
+        """Pass the values on to the sequences.
 
         Returns:
-            By the row of the forward that decides a token: the condition that ends the answer before it, and the
-            position of the row that met it.
+            For each row that predicts a token: the condition that ends the answer before it, and the position of the
+            row that met it.
         """
         for found in self._found:
             values = found.values.cpu().numpy()
             features = None if found.features is None else found.features.cpu().numpy().astype(np.int32)
-            for taker, rows, columns in found.parts:
-                assert taker.span
-                assert taker.span.readouts
+            for consumer, rows, columns in found.parts:
+                assert consumer.span
+                assert consumer.span.readouts
                 held = Values(values[rows, columns], None if features is None else features[rows, columns])
-                taker.span.readouts.add(taker.index, taker.first, held)
+                consumer.span.readouts.add(consumer.index, consumer.first, held)
         ended = {}
         if self._stops:
             last = [span.start + span.count - 1 for span, _ in self._stops]
@@ -142,7 +142,7 @@ class ReadoutReader:
         return ended
 
 
-def _takers(span: ReadSpan) -> Iterable[tuple[Place, _Taker]]:
+def _consumers(span: ReadSpan) -> Iterable[tuple[Place, _Consumer]]:
     stop = span.start + span.count
     for index, one in enumerate(span.request.readouts):
         assert span.readouts is not None
@@ -150,34 +150,34 @@ def _takers(span: ReadSpan) -> Iterable[tuple[Place, _Taker]]:
         last = min(stop, one.tokens.stop or stop)
         if first < last:
             row = span.row + first - span.start
-            yield one.source.place, _Taker(one.source.readout, row, first, last - first, None, span, index)
+            yield one.source.place, _Consumer(one.source.readout, row, first, last - first, None, span, index)
     for gate in span.request.gates:
         for check in gate.checks:
             first, last = max(span.start, check.known), min(stop, check.stop or stop)
             if first < last and not check.here:
                 row = span.row + first - span.start
-                yield check.source.place, _Taker(check.source.readout, row, first, last - first, check)
+                yield check.source.place, _Consumer(check.source.readout, row, first, last - first, check)
 
 
-def _read(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks) -> list[_Found]:
-    """Compute on rows [rows, hidden] what takers want; checks decide at once."""
-    linear = [taker for taker in takers if taker.readout.spec.kind == "linear"]
+def _read(consumers: Sequence[_Consumer], rows: torch.Tensor, stacks: Stacks) -> list[_Found]:
+    """Compute the consumers' readouts of rows [rows, hidden]; checks decide at once."""
+    linear = [consumer for consumer in consumers if consumer.readout.spec.kind == "linear"]
     found, reads = list[_Found](), list[CheckedValues]()
     if linear:
         found.append(_read_linear(linear, rows, stacks, reads))
-    others: dict[Readout, list[_Taker]] = {}
-    for taker in takers:
-        if taker.readout.spec.kind != "linear":
-            others.setdefault(taker.readout, []).append(taker)
+    others: dict[Readout, list[_Consumer]] = {}
+    for consumer in consumers:
+        if consumer.readout.spec.kind != "linear":
+            others.setdefault(consumer.readout, []).append(consumer)
     for readout, wanted in others.items():
         found += _read_features(readout, wanted, rows, reads)
     decide(reads)
     return [one for one in found if one.parts]
 
 
-def _compact(takers: Sequence[_Taker], rows: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:
-    """The rows that any taker wants, and where each of the forward's rows is among them."""
-    wanted = sorted({row for taker in takers for row in range(taker.row, taker.row + taker.count)})
+def _compact(consumers: Sequence[_Consumer], rows: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:
+    """The rows that any consumer needs, and the index of each original row among them."""
+    wanted = sorted({row for consumer in consumers for row in range(consumer.row, consumer.row + consumer.count)})
     if len(wanted) == len(rows):
         return rows, {row: row for row in wanted}
     if wanted[-1] - wanted[0] == len(wanted) - 1:
@@ -185,29 +185,31 @@ def _compact(takers: Sequence[_Taker], rows: torch.Tensor) -> tuple[torch.Tensor
     return rows[torch.tensor(wanted, device=rows.device)], {row: i for i, row in enumerate(wanted)}
 
 
-def _read_linear(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks, reads: list[CheckedValues]) -> _Found:
-    stack = stacks.of(taker.readout for taker in takers)
-    some, at = _compact(takers, rows)
+def _read_linear(
+    consumers: Sequence[_Consumer], rows: torch.Tensor, stacks: Stacks, reads: list[CheckedValues]
+) -> _Found:
+    stack = stacks.of(consumer.readout for consumer in consumers)
+    some, at = _compact(consumers, rows)
     values = stack.values(some)
     found = _Found(values, None)
-    for taker in takers:
-        first = stack.first[taker.readout]
-        rows_of = slice(at[taker.row], at[taker.row] + taker.count)
-        if taker.check is None:
-            found.parts.append((taker, rows_of, slice(first, first + taker.readout.count)))
+    for consumer in consumers:
+        first = stack.first[consumer.readout]
+        rows_of = slice(at[consumer.row], at[consumer.row] + consumer.count)
+        if consumer.check is None:
+            found.parts.append((consumer, rows_of, slice(first, first + consumer.readout.count)))
         else:
-            reads.append(CheckedValues(taker.check, values[rows_of, first + taker.check.column], taker.first))
+            reads.append(CheckedValues(consumer.check, values[rows_of, first + consumer.check.column], consumer.first))
     return found
 
 
 def _read_features(
-    readout: Readout, takers: Sequence[_Taker], rows: torch.Tensor, reads: list[CheckedValues]
+    readout: Readout, consumers: Sequence[_Consumer], rows: torch.Tensor, reads: list[CheckedValues]
 ) -> list[_Found]:
-    """An autoencoder's features, a few rows at a time: of each row the largest, and those that checks read."""
-    some, at = _compact(takers, rows)
-    tops = [asked.top_k or 0 for asked in map(_asked, takers) if asked]
+    """An autoencoder's features, a few rows at a time: the largest of each row, and those that checks read."""
+    some, at = _compact(consumers, rows)
+    tops = [asked.top_k or 0 for asked in map(_asked, consumers) if asked]
     most = min(max(tops, default=0), readout.count)
-    columns = [taker.check.column for taker in takers if taker.check]
+    columns = [consumer.check.column for consumer in consumers if consumer.check]
     values, index, read = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for part_of in torch.split(some, readout.rows_at_once):
         dense = readout.encode(part_of)  # [rows, features]
@@ -217,20 +219,20 @@ def _read_features(
         if columns:
             read.append(dense[:, columns])
     if columns:
-        joined, checks = torch.cat(read), [taker for taker in takers if taker.check]
-        for i, taker in enumerate(checks):
-            assert taker.check is not None
-            rows_of = slice(at[taker.row], at[taker.row] + taker.count)
-            reads.append(CheckedValues(taker.check, joined[rows_of, i], taker.first))
+        joined, checks = torch.cat(read), [consumer for consumer in consumers if consumer.check]
+        for i, consumer in enumerate(checks):
+            assert consumer.check is not None
+            rows_of = slice(at[consumer.row], at[consumer.row] + consumer.count)
+            reads.append(CheckedValues(consumer.check, joined[rows_of, i], consumer.first))
     if not most:
         return []
     found = _Found(torch.cat(values), torch.cat(index))
-    for taker in takers:
-        if asked := _asked(taker):
-            rows_of = slice(at[taker.row], at[taker.row] + taker.count)
-            found.parts.append((taker, rows_of, slice(0, asked.width)))
+    for consumer in consumers:
+        if asked := _asked(consumer):
+            rows_of = slice(at[consumer.row], at[consumer.row] + consumer.count)
+            found.parts.append((consumer, rows_of, slice(0, asked.width)))
     return [found]
 
 
-def _asked(taker: _Taker) -> ResolvedReadout | None:
-    return taker.span.request.readouts[taker.index] if taker.span else None
+def _asked(consumer: _Consumer) -> ResolvedReadout | None:
+    return consumer.span.request.readouts[consumer.index] if consumer.span else None

@@ -1,4 +1,4 @@
-"""Recovery from a failed forward pass: as few sequences as possible end with it."""
+"""Recovery from a failed forward pass: as few sequences as possible end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Failure(NamedTuple):
     Attributes:
         sequence: The sequence.
         message: What went wrong.
-        code: A stable word for it.
+        code: A stable error code.
     """
 
     sequence: EngineSequence
@@ -28,7 +28,7 @@ class Failure(NamedTuple):
 
 
 class Recovery:
-    """Finds the sequence at fault, or asks less of the next forwards."""
+    """Finds the failing sequence, or makes the next forward passes smaller."""
 
     def __init__(self, scheduler: Scheduler, memory: KvMemory, ring: CaptureRing, statistics: Statistics) -> None:
         self._scheduler = scheduler
@@ -37,17 +37,17 @@ class Recovery:
         self._statistics = statistics
 
     def after(self, pieces: Sequence[Piece], failed: str, out_of_memory: str | None) -> list[Failure]:
-        """Prepare the next forwards, and say which sequences end.
+        """Prepare the next forward passes and return the sequences that end.
 
         Args:
-            pieces: What the forward ran.
+            pieces: The pieces of the failed forward pass.
             failed: What went wrong.
-            out_of_memory: What memory was held and asked for, where there was none left.
+            out_of_memory: The memory held and requested, if memory ran out.
         """
         pieces = [piece for piece in pieces if piece.sequence in self._scheduler.running]
         for piece in pieces:
             if piece.sequence.fed == piece.sequence.length:  # run, but its next token was not drawn
-                piece.sequence.fed -= 1  # its last token is run again
+                piece.sequence.fed -= 1  # its last token runs again
         if out_of_memory is None:
             if len(pieces) > 1:
                 self._scheduler.suspect(pieces)
@@ -59,18 +59,18 @@ class Recovery:
         return [] if relieved else [self._exhausted(piece.sequence, out_of_memory) for piece in pieces]
 
     def preempt(self, seq: EngineSequence) -> None:
-        """Let a sequence wait again, with what it has recorded."""
+        """Move a sequence back to the queue with its recorded rows."""
         if seq.recording:
             self._ring.leave(seq.recording)
         self._scheduler.preempt(seq)
 
     def _relieve(self, pieces: Sequence[Piece]) -> bool:
-        """Ask less of the next forwards than of one that found no memory; false where that is not possible."""
+        """Make the next forward passes smaller than one that ran out of memory; false if that is not possible."""
         scheduler = self._scheduler
         prompts = [piece for piece in pieces if not piece.sequence.decodes]
         if prompts and scheduler.halve_tokens(sum(piece.count for piece in prompts)):
             return True
-        if prompts and len(scheduler.running) > len(prompts):  # the others have the memory: these wait for their end
+        if prompts and len(scheduler.running) > len(prompts):  # the others hold the memory: wait until they end
             leaving = prompts
         else:
             by_arrival = sorted(pieces, key=lambda piece: piece.sequence.arrival)
@@ -81,7 +81,7 @@ class Recovery:
         if leaving or len(pieces) != 1:
             return bool(leaving)
         last = pieces[0].sequence
-        once_more = last.no_memory_at != last.length  # with what was given back meanwhile
+        once_more = last.no_memory_at != last.length  # retry once with the memory released meanwhile
         last.no_memory_at = last.length
         return once_more
 

@@ -1,4 +1,4 @@
-"""One forward: prompts' pieces and the next token of every sequence that decodes, packed one after the other."""
+"""One forward pass: pieces of prompts and the next token of every decoding sequence, packed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from deployments.places.place import Place
 
 
 class ForwardResult(NamedTuple):
-    """What a forward brought.
+    """The result of a forward pass.
 
     Attributes:
-        sequences: Those whose next token it decides; none where a prompt is not all in yet.
+        sequences: Those whose next token it predicts; a sequence whose prompt is incomplete is left out.
         logits: [sequences, vocabulary].
-        lens: For each sequence that asks, by its turn among these, what comes of each layer.
-        stopped: For each sequence that its `stop_when` ends, by its turn, the condition and the row that met it.
+        lens: Index in `sequences` -> the result of each layer, for sequences with a lens.
+        stopped: Index in `sequences` -> the condition and the row that met it, for sequences that `stop_when` ends.
     """
 
     sequences: list[EngineSequence]
@@ -41,21 +41,21 @@ class ForwardResult(NamedTuple):
 
 
 class Runner:
-    """Runs sequences through the model. What fails leaves sequences and recordings as they were."""
+    """Runs sequences through the model. A failure leaves sequences and recordings unchanged."""
 
     def __init__(self, model: Model, memory: KvMemory, ring: CaptureRing) -> None:
         self._model = model
         self._memory = memory
         self._ring = ring
         self._plans = Plans()
-        self._lenses = LensReader([])  # of the last forward
+        self._lenses = LensReader([])  # of the last forward pass
         self._stacks = Stacks()
 
     def run(self, pieces: Sequence[Piece]) -> ForwardResult:
-        """Run one forward.
+        """Run one forward pass.
 
         Args:
-            pieces: What it runs; there are pages for it.
+            pieces: The pieces to run; their pages are reserved.
         """
         model = self._model
         pieces = self._in_order(pieces)
@@ -92,7 +92,7 @@ class Runner:
             readers=capture.readers,
         )
         logprobs = read(scored, logits[len(deciding) :])
-        layers = lenses.read(model.unembedding)  # before anything counts: it may find no memory
+        layers = lenses.read(model.unembedding)  # before any state changes: it may run out of memory
         found = iter(layers)
         by_turn = {turn: next(found) for turn, piece in enumerate(deciding) if piece.sequence.lens}
         met = readouts.keep()
@@ -107,7 +107,7 @@ class Runner:
         return ForwardResult([piece.sequence for piece in deciding], logits[: len(deciding)], by_turn, stopped)
 
     def _in_order(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Pieces with their rows: those whose row goes through the ring first, in its order."""
+        """The pieces with their rows: first those whose row goes through the ring, in its order."""
         ordered = list(pieces)
         if self._model.packs:
             decoding = {
@@ -121,7 +121,7 @@ class Runner:
         return [Piece(p.sequence, p.start, p.count, row) for p, row in zip(ordered, firsts, strict=False)]
 
     def _fed(self, piece: Piece) -> None:
-        """Count a piece whose forward went well."""
+        """Update the sequence of a piece whose forward pass succeeded."""
         seq = piece.sequence
         before, seq.fed = seq.fed, piece.start + piece.count
         if seq.recording:
@@ -130,7 +130,7 @@ class Runner:
             self._memory.remember(seq.kv, seq.token_ids, min(seq.fed, seq.unchanged))
 
     def _lenses_of(self, asking: list[LensRow]) -> LensReader:
-        """Those of a forward, which are the last one's while the same rows ask."""
+        """The lens reader of a forward pass; the last one is reused while the same rows have a lens."""
         if asking != self._lenses.asking:
             self._lenses = LensReader(asking)
         self._lenses.begin()
@@ -138,7 +138,7 @@ class Runner:
 
 
 class _PromptLens(NamedTuple):
-    """A token of a prompt at which a sequence reads the lens, and its row of the forward."""
+    """A prompt token at which a sequence reads the lens, and its row in the forward pass."""
 
     sequence: EngineSequence
     position: int
@@ -169,11 +169,11 @@ def _tokens(piece: Piece) -> Sequence[int]:
 
 
 class _Capture:
-    """What one forward records: single decoded rows by way of the ring, prompts' rows at once.
+    """Records one forward pass: single decoded rows through the ring, prompts' rows at once.
 
     Attributes:
-        places: What to visit.
-        readers: Of each place of attention patterns, the spans whose are read.
+        places: The places to read.
+        readers: For each place of attention patterns, the spans that are read.
     """
 
     def __init__(self, ring: CaptureRing, pieces: Sequence[Piece]) -> None:
@@ -201,7 +201,7 @@ class _Capture:
             ring.begin()
 
     def take(self, place: Place, value: Any) -> None:
-        """Copy what is recorded of a place's value [rows, ...], of patterns a list of [tokens, heads, keys]."""
+        """Copy the recorded rows of a place's value [rows, ...]; for patterns, a list of [tokens, heads, keys]."""
         self._came.add(place)
         shown = iter(value) if place.grows else None
         if place in self._ringing:
@@ -215,7 +215,7 @@ class _Capture:
                 recording.write(place, found, start)
 
     def keep(self) -> None:
-        """Count what was copied, when the forward has gone well."""
+        """Count the copied rows after the forward pass has succeeded."""
         for _, recording, _, rows, start in self._prompts:
             recording.require(self._came)
             recording.keep(start, rows.stop - rows.start)

@@ -1,4 +1,4 @@
-"""Which tokens run next: the queue, the sequences under way, and what one forward takes of them."""
+"""Scheduling: the queue, the running sequences, and the tokens of each forward pass."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from deployments.engine.kv_memory import KvMemory, pages_for
 from deployments.engine.sequence import Sequence
 from deployments.model.kv_cache import PAGE
 
-MIN_PROMPT_TOKENS = 32  # of a forward: with no memory for these, a request cannot be served
-STREAM_PARTS = 5, 16  # while streams decode, so many of a forward's prompt tokens at most, and so many at least
-STREAM_ROWS = 3  # of prompts for each row that decodes, between these: a step then takes some two decodes' time
-MOST_OVERTAKING = 64  # later sequences that are taken in before one that does not fit yet
-MOST_BLOCKED = 16  # that do not fit: a step looks at no others after them
-MOST_LOOKUPS = 2  # of beginnings whose pages others hold, in one step: each takes time in proportion to its length
-RECOVERY_FORWARDS = 64  # forwards without a failure after which limits are doubled again
+MIN_PROMPT_TOKENS = 32  # of a forward pass: without memory for these, a request cannot be served
+STREAM_PARTS = 5, 16  # while streams decode: one forward pass runs at most and at least 1/n of the prompt tokens
+STREAM_ROWS = 3  # prompt tokens for each decoding row, within these limits: a step then takes about two decodes' time
+MOST_OVERTAKING = 64  # later sequences admitted before one that does not fit yet
+MOST_BLOCKED = 16  # sequences that do not fit; a step then stops searching
+MOST_LOOKUPS = 2  # searches for shared prefixes in one step; each takes time proportional to the prefix's length
+RECOVERY_FORWARDS = 64  # successful forward passes after which limits are doubled again
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens that a sequence has in a forward.
+    """Consecutive tokens of a sequence in a forward pass.
 
     Attributes:
         sequence: The sequence.
         start: The position of the first.
-        count: How many.
-        row: The forward's row of the first, once pieces are in order.
+        count: The number of tokens.
+        row: The first token's row in the forward pass, once pieces are in order.
     """
 
     sequence: Sequence
@@ -39,58 +39,58 @@ class Piece:
 
     @property
     def decides(self) -> bool:
-        """Whether it runs the sequence's last token, after which the next is drawn."""
+        """Whether it runs the sequence's last token, which predicts the next."""
         return self.start + self.count == self.sequence.length
 
 
 class Scheduler:
-    """Sequences that wait and those under way, and the limits under which they are taken in.
+    """Waiting and running sequences, and the limits of admission.
 
     Attributes:
         waiting: First come, first served.
-        running: Those that hold pages, in the order in which they were taken in.
+        running: Those that hold pages, in the order of admission.
         preempted: How often a sequence lost its pages.
-        max_sequences: The most sequences that may be under way at present.
-        tokens: The most prompt tokens of one forward at present; at most a fifth of it while streams decode. Both are
-            halved when memory runs out, and doubled again, up to what the operator set, while it does not.
+        max_sequences: The most running sequences at present.
+        tokens: The most prompt tokens of one forward pass at present; at most a fifth of it while streams decode. Both
+            limits are halved when memory runs out, and doubled again later, up to the operator's settings.
     """
 
     def __init__(
         self, memory: KvMemory, max_running: int, prompt_tokens: int, capture_budget: CaptureBudget, packs: bool
     ) -> None:
-        """Initialize with no sequences.
+        """Initialize without sequences.
 
         Args:
-            memory: Where keys and values go.
-            max_running: The most sequences under way.
-            prompt_tokens: The most prompt tokens of a forward.
-            capture_budget: What may be recorded.
-            packs: Whether sequences share a forward.
+            memory: The pages of keys and values.
+            max_running: The most running sequences.
+            prompt_tokens: The most prompt tokens of a forward pass.
+            capture_budget: The budget for recorded rows.
+            packs: Whether sequences share a forward pass.
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._back: dict[Sequence, None] = {}  # of those that wait, who were under way before
+        self._back: dict[Sequence, None] = {}  # waiting sequences that were preempted
         self.preempted = 0
         self.max_sequences = self._most_sequences = max_running
         self.tokens = self._most_tokens = prompt_tokens
         self._memory = memory
         self._capture_budget = capture_budget
         self._packs = packs
-        self._blocked: list[Sequence] = []  # those that found too few pages when this step looked
+        self._blocked: list[Sequence] = []  # sequences that found too few pages in this step
         self._good = 0
         self._turn = 0
-        self._suspects: list[list[Sequence]] = []  # groups of a forward that failed, each to run by itself
+        self._suspects: list[list[Sequence]] = []  # groups of a failed forward pass, to run separately
 
     @property
     def recording(self) -> list[Sequence]:
-        """Those that hold recorded rows, or may: they are under way, or were."""
+        """Sequences that have or may have recorded rows: running ones and preempted ones."""
         back = [seq for seq in self._back if seq.recording and seq.recording.bytes]
         return [seq for seq in self.running if seq.recording] + back
 
-    # ---- what runs next
+    # ---- the next forward pass
 
     def next_pieces(self) -> list[Piece]:
-        """The next token of each sequence that decodes, and beside them pieces of prompts."""
+        """The next token of each decoding sequence, and pieces of prompts."""
         for seq in self.running:
             self._memory.slide(seq.kv, seq.fed)
         decoding = self._decoding()
@@ -100,7 +100,7 @@ class Scheduler:
         while not pieces and (stuck := [seq for seq in self.running if not seq.stalled]):
             if len(stuck) == 1:
                 break
-            self.preempt(max(stuck, key=lambda seq: seq.arrival))  # none has room for its next tokens
+            self.preempt(max(stuck, key=lambda seq: seq.arrival))  # none has pages for its next tokens
             pieces = self._prompts(self.tokens)
         if not self._packs:
             pieces = sorted(pieces, key=lambda piece: piece.sequence.turn)[:1]
@@ -113,31 +113,31 @@ class Scheduler:
         return pieces
 
     def suspect(self, pieces: collections.abc.Sequence[Piece]) -> None:
-        """Run the sequences of a forward that failed in two halves next: one of them may be at fault."""
+        """Run the sequences of a failed forward pass in two halves next, to find the one at fault."""
         seqs = [piece.sequence for piece in pieces]
         self._suspects += [seqs[len(seqs) // 2 :], seqs[: len(seqs) // 2]]
 
     def _decoding(self) -> list[Sequence]:
-        """Those that decode, with room for their next token; while there is none, the youngest waits again."""
+        """Decoding sequences with a page for their next token; if there are none, preempt the youngest."""
         for seq in sorted((seq for seq in self.running if seq.decodes), key=lambda seq: seq.arrival):
             while seq in self.running and not self._memory.grow(seq.kv, seq.fed + 1):
                 self.preempt(max(self.running, key=lambda other: other.arrival))
         return [seq for seq in self.running if seq.decodes]
 
     def _beside_streams(self, rows: int) -> int:
-        """The most prompt tokens beside so many decodes: somebody sees how long these stand still meanwhile."""
+        """The most prompt tokens beside this many decoding rows, so that streams do not pause for long."""
         most, least = (self.tokens // part for part in STREAM_PARTS)
         return max(MIN_PROMPT_TOKENS, least, min(most, STREAM_ROWS * rows))
 
     def _prompts(self, left: int) -> list[Piece]:
-        """Pieces of prompts that are under way, then of those that wait, as far as they fit.
+        """Pieces of running prompts, then of waiting ones, as far as they fit.
 
         Args:
-            left: The most tokens of all pieces.
+            left: The most tokens of all pieces together.
         """
         room = self._capture_budget.left(self.recording)
         scored = 0
-        coming = set[Hashable]()  # pages that this forward will fill, and that others may share in the next
+        coming = set[Hashable]()  # pages that this forward pass fills and that others may share in the next
         pieces: list[Piece] = []
         begun = [seq for seq in self.running if not seq.decodes and not seq.stalled and seq.fed < seq.length]
         candidates = [*begun, *self._fitting()]
@@ -149,8 +149,8 @@ class Scheduler:
                 continue
             most = left
             if seq.length - seq.fed > left and min(lengths[i + 1 :], default=left) <= left // 2:
-                most = max(1, left // 2)  # a long prompt stops no short one
-            if seq.scores:  # its logits have to fit into memory, too
+                most = max(1, left // 2)  # a long prompt does not block short ones
+            if seq.scores:  # its logits must fit into memory, too
                 most = min(most, max(MIN_PROMPT_TOKENS, seq.scores.most_tokens) - scored)
             if room is not None and seq.recording:
                 first = not pieces
@@ -171,14 +171,14 @@ class Scheduler:
         return pieces
 
     def _fitting(self) -> list[Sequence]:
-        """Those that wait and may come in, first come, first served, where there are pages and capture memory."""
+        """Waiting sequences that can be admitted in order of arrival, given the free pages and capture memory."""
         fitting: list[Sequence] = []
-        # Those under way will want these, too.
+        # Running sequences will need these, too.
         promised = sum(max(0, self._most_pages(seq) - len(seq.kv.pages) + seq.kv.passed) for seq in self.running)
         reserved = self._capture_budget.reserved(self.running)
         self._blocked = []
         lookups = 0
-        turn = True  # of who holds rows until its end: none overtakes another
+        turn = True  # sequences that hold rows until their end do not overtake each other
         for seq in self.waiting:
             reserve = seq.recording.reserve if seq.recording else 0
             if (reserve and not turn) or not self._capture_budget.admits(seq, reserved):
@@ -195,7 +195,7 @@ class Scheduler:
                 lookups += 1
             if count and pages > left:
                 if seq.overtaken >= MOST_OVERTAKING or len(self._blocked) >= MOST_BLOCKED:
-                    break  # what others give back is for this one
+                    break  # released pages go to this sequence first
                 self._blocked.append(seq)
                 continue
             promised += pages
@@ -204,18 +204,18 @@ class Scheduler:
         return fitting
 
     def _most_pages(self, seq: Sequence) -> int:
-        """The most pages that a sequence needs at once for the positions that it must find."""
+        """The most pages that a sequence needs at once to be admitted."""
         return pages_for(self._memory.most_held(seq.need, max(1, min(self.tokens, seq.length - seq.fed))))
 
     def _admitted(self, seq: Sequence, coming: Container[Hashable]) -> bool:
-        """Take a sequence in, with the pages that are known of its beginning.
+        """Admit a sequence with the known pages of its prefix.
 
         Args:
             seq: The sequence.
-            coming: Pages that others fill in this forward: who could share one waits for it.
+            coming: Pages that others fill in this forward pass; a sequence that can share one waits for it.
 
         Returns:
-            Whether it was taken in; else it waits on.
+            Whether it was admitted; otherwise it keeps waiting.
         """
         tokens, shared = seq.token_ids, 0
         if self._packs:
@@ -226,7 +226,7 @@ class Scheduler:
             self._memory.release(seq.kv)
             return False
         seq.fed = shared
-        if seq not in self._back:  # what it ran itself before it lost its pages counts for nothing
+        if seq not in self._back:  # a preempted sequence's own earlier work is not counted
             seq.cached = shared
         if seq.recording:
             seq.recording.rows = max(seq.recording.rows, shared)
@@ -237,10 +237,10 @@ class Scheduler:
         self.running.append(seq)
         return True
 
-    # ---- who leaves
+    # ---- leaving
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a sequence's pages; its tokens and what it recorded stay, and it is run again from its beginning."""
+        """Release a sequence's pages; it keeps its tokens and recorded rows, and runs again from the start."""
         self.remove(seq)
         seq.stalled = False
         self.waiting.appendleft(seq)
@@ -248,7 +248,7 @@ class Scheduler:
         self.preempted += 1
 
     def remove(self, seq: Sequence) -> None:
-        """Free what a sequence holds, or its place in the queue."""
+        """Release a sequence's pages, or remove it from the queue."""
         self._back.pop(seq, None)
         if seq in self.running:
             self.running.remove(seq)
@@ -260,7 +260,7 @@ class Scheduler:
     # ---- memory
 
     def halve_tokens(self, tokens: int) -> bool:
-        """Take less than `tokens` of prompts in the next forwards; false where that is no use any more."""
+        """Run fewer than `tokens` prompt tokens in the next forward passes; false if that is no longer possible."""
         self._good = 0
         if tokens <= MIN_PROMPT_TOKENS:
             return False
@@ -268,12 +268,12 @@ class Scheduler:
         return True
 
     def limit_sequences(self, seqs: int) -> None:
-        """Let no more sequences than so many be under way for now."""
+        """Limit the running sequences for now."""
         self._good = 0
         self.max_sequences = max(1, seqs)
 
     def went_well(self) -> None:
-        """Count a forward; after enough of them limits are loosened."""
+        """Count a successful forward pass; after enough of them, loosen the limits."""
         self._good += 1
         if self._good >= RECOVERY_FORWARDS:
             self._good = 0

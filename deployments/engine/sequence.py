@@ -1,4 +1,4 @@
-"""A sequence: one request that is being generated."""
+"""A sequence: one request while it is generated."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from deployments.engine.read_values import SequenceReadouts
 from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request, StopReason
 from deployments.model.kv_cache import SequenceKv
 
-RESERVED_TOKENS = 256  # tokens a request must find room for beyond its prompt, or fewer where it asks for fewer
+RESERVED_TOKENS = 256  # tokens that a request must have memory for beyond its prompt; fewer if it requests fewer
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request on its way through the engine.
+    """One request in the engine, and its state.
 
     Attributes:
-        request: What was asked.
-        text: Its text as it grows.
-        sampling_state: What it brings to the draw of its next token.
-        recording: What it records.
-        scores: What is said of its prompt's tokens, until it is said.
-        arrival: Its turn.
-        memory: What the process held when it was admitted, and since.
+        request: The request.
+        text: Its text so far.
+        sampling_state: The state for drawing its next token.
+        recording: Its recorded rows.
+        scores: The logprobs of its prompt's tokens, until they are emitted.
+        arrival: Its number in the order of arrival.
+        memory: The memory held when it was admitted, and since.
         tokens: Generated so far.
-        kv: Where its keys and values lie.
-        fed: Tokens whose keys and values are there.
-        cached: Tokens of its prompt that another sequence had run before.
+        kv: Its pages of keys and values.
+        fed: The number of tokens whose keys and values are computed.
+        cached: The number of prompt tokens that an earlier sequence had computed.
         turn: The engine's step in which it last ran.
-        overtaken: How many later sequences were taken in while it waited for pages.
-        no_memory_at: Its length when it last found no memory by itself.
-        stalled: What it recorded waits to be written, or its grammar to be compiled: it goes on when that is done.
-        unsaid: What it has to say at its end, where it is not streamed.
-        ending: Decided; one more forward gives the last token its activations.
-        prompt_lens: What its lens read of the prompt so far, by positions.
-        readouts: What its readouts gave; None where it asks for none.
-        stop_reason: Which row met its `stop_when`.
+        overtaken: The number of later sequences admitted while it waited for pages.
+        no_memory_at: Its length when it last ran out of memory alone.
+        stalled: It is paused until its recorded rows are written or its grammar is compiled.
+        unsaid: Deltas kept until its end, if it is not streamed.
+        ending: The finish reason; one more forward pass computes the last token's activations.
+        prompt_lens: The lens of the prompt so far, by positions.
+        readouts: The values of its readouts; None if it requests none.
+        stop_reason: The row that met its `stop_when`.
     """
 
     request: Request
@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and generation."""
+        """The number of tokens in prompt and answer."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
@@ -76,36 +76,36 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next forward is a decode: all but its last token is in, and that one is not recorded yet."""
+        """Whether its next forward pass is a decode: only its last token has not run, and it is not recorded yet."""
         recorded = self.recording is not None and self.recording.rows >= self.length
         return bool(self.tokens) and self.fed >= self.length - 1 and not self.stalled and not recorded
 
     @property
     def wants_last(self) -> bool:
-        """Whether its last token is run through, too, for the token's own row."""
+        """Whether its last token also runs, for that token's own row."""
         recorded = self.recording is not None and self.recording.wants_generated
         return recorded or (self.readouts is not None and self.readouts.wants_generated)
 
     @property
     def records_prefill(self) -> bool:
-        """Whether a prefill brings rows to keep: of the prompt, or of tokens run again after a preemption."""
+        """Whether a prefill has rows to record: of the prompt, or of tokens that run again after a preemption."""
         if self.recording is None:
             return False
         return self.recording.wants_generated if self.tokens else self.recording.wants_prompt
 
     @property
     def may_stop(self) -> bool:
-        """Whether its `stop_when` may end it now."""
+        """Whether its `stop_when` can end it now."""
         return bool(self.request.max_tokens) and len(self.tokens) >= self.request.sampling.min_tokens
 
     @property
     def lens(self) -> LensLayers | None:
-        """What to say of layers with the token that its next forward decides; None where it decides none."""
+        """The lens for the token that its next forward pass predicts; None if there is none."""
         asked = self.request.lens
         return asked if asked and asked.generated and self.request.max_tokens and not self.ending else None
 
     def lensed(self, start: int, stop: int) -> collections.abc.Sequence[int]:
-        """The positions from `start` to before `stop` whose layers are asked for and were not read yet."""
+        """The positions in [start, stop) whose lens is requested and was not read yet."""
         if self.request.lens is None:
             return ()
         known = self.prompt_lens[-1][0] + 1 if self.prompt_lens else 0
@@ -113,7 +113,7 @@ class Sequence:
 
     @property
     def unshared(self) -> int:
-        """The first position that it must run itself: it is read or changed there, or decides the next token."""
+        """The first position that it must compute itself: it is read or changed there, or predicts the next token."""
         request, prompt = self.request, len(self.request.prompt)
         firsts = [self.length - 1, self.unchanged]
         if self.recording:
@@ -128,11 +128,11 @@ class Sequence:
 
     @property
     def unchanged(self) -> int:
-        """Up to which position its keys and values are those of any sequence with its tokens."""
+        """The end of the prefix whose keys and values are the same for any sequence with its tokens."""
         return min((edit.tokens.first for edit in self.request.edits), default=self.length)
 
     @property
     def need(self) -> int:
-        """KV positions to find before it is admitted."""
+        """The KV positions that must be free to admit it."""
         left = self.request.max_tokens - len(self.tokens)
         return self.length + min(left, RESERVED_TOKENS)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WINDOW = 16  # steps that a mean looks back on
+WINDOW = 16  # steps in the mean
 
 
 @dataclass
 class Statistics:
-    """What the engine is doing.
+    """The engine's state in numbers.
 
     Attributes:
-        running: Requests under way.
-        waiting: Requests that wait.
-        kv_bytes: KV memory in use, what is kept for later prompts included.
-        kv_budget_bytes: The most KV memory that will be held.
-        capture_bytes: Recorded rows in host memory: gathered, or handed out and not written yet.
-        steps: Forwards so far.
-        step_seconds: How long one takes, a mean of the latest.
+        running: Running requests.
+        waiting: Waiting requests.
+        kv_bytes: KV memory in use, including pages kept for later prompts.
+        kv_budget_bytes: The most KV memory that the engine holds.
+        capture_bytes: Recorded rows in host memory, including those released and not written yet.
+        steps: Forward passes so far.
+        step_seconds: The mean duration of the latest ones.
         tokens: Tokens generated so far.
-        cached_tokens: Prompt tokens that were run for an earlier request with the same beginning.
+        cached_tokens: Prompt tokens reused from an earlier request with the same prefix.
         tokens_per_second: The rate of the latest steps.
-        preempted: Requests that lost their pages and were run again.
-        out_of_memory: Forwards that found no memory.
+        preempted: Requests that lost their pages and ran again.
+        out_of_memory: Forward passes that ran out of memory.
     """
 
     running: int = 0
@@ -40,7 +40,7 @@ class Statistics:
     out_of_memory: int = 0
 
     def count_step(self, seconds: float, tokens: int) -> None:
-        """Count one forward that took so long and brought so many tokens."""
+        """Count one forward pass with its duration and number of tokens."""
         self.steps += 1
         weight = 1 / min(self.steps, WINDOW)
         self.step_seconds += (seconds - self.step_seconds) * weight

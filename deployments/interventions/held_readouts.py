@@ -20,7 +20,7 @@ from deployments.readouts.values import Readout
 
 
 class HeldReadouts:
-    """Those that were used last; those that requests use now stay."""
+    """The readouts used last; those of running requests are kept."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class HeldReadouts:
         """Initialize an empty cache.
 
         Args:
-            model: What clients name the model by.
-            device: The model's.
+            model: The model's id for clients.
+            device: The model's device.
             store: The activation store's handle.
-            most: The most bytes of all that are held.
-            pool: Where tensors are laid out, off the event loop.
+            most: The most bytes of all held readouts.
+            pool: Prepares tensors outside the event loop.
             batch_invariant: Give values the same bits in any batch.
         """
         self._model, self._device, self._store, self._most, self._pool = model, device, store, most, pool
@@ -49,7 +49,7 @@ class HeldReadouts:
 
     @contextlib.contextmanager
     def lending(self, job: str) -> Iterator[None]:
-        """Keep what a job uses until it is over."""
+        """Keep a job's readouts until the job ends."""
         self._used[job] = set()
         try:
             yield
@@ -60,8 +60,8 @@ class HeldReadouts:
         """The readouts that a job names, by their names.
 
         Raises:
-            RequestError: There is none of a name, it is another model's, or there is no room; names the field.
-            StoreError: The disk refuses.
+            RequestError: A readout does not exist, is for another model, or does not fit; names the field.
+            StoreError: The disk fails.
         """
         found = {}
         for name, field in _named(job).items():
@@ -91,7 +91,7 @@ class HeldReadouts:
         return self._held[id]
 
     def _make_room(self, size: int, job: str, field: str, keep: str | None = None) -> None:
-        """Let go of what no request uses, the oldest first, until so many more bytes find room."""
+        """Drop readouts that no request uses, the oldest first, until `size` more bytes fit."""
         used = {id for ids in self._used.values() for id in ids} | {keep}
         for id in [id for id in self._held if id not in used]:
             if self._bytes + size <= self._most:
@@ -114,7 +114,7 @@ class HeldReadouts:
 
 
 def _named(job: Job) -> dict[str, str]:
-    """The names that a job's fields hold, each with the field."""
+    """The readout names in a job's fields, each with its field."""
     found = {one.name: f"readouts[{i}].name" for i, one in enumerate(job.readouts)}
     for field, spec in job.all_changes.items():
         if isinstance(spec, ChangeFeature):

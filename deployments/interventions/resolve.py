@@ -1,4 +1,4 @@
-"""Resolves interventions of a request to edits of the engine."""
+"""Resolves a request's interventions to the engine's edits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from deployments.points.token_choices import Ends, Positions, TokenChoice, place
 class _Resolved(NamedTuple):
     spec: Intervention
     field: str
-    edits: list[Edit]  # one for each point that it means, of all tokens
+    edits: list[Edit]  # one for each of its points, for all tokens
 
 
 class EditResolver:
-    """One request's interventions, looked up in one model; for each of its sequences some of them become edits."""
+    """One request's interventions, resolved for one model; each of its sequences gets some of them as edits."""
 
     def __init__(
         self,
@@ -39,19 +39,19 @@ class EditResolver:
         readouts: UsedReadouts | None = None,
         report: bool = False,
     ) -> None:
-        """Look up all points and lay out all vectors.
+        """Look up all points and prepare all vectors.
 
         Args:
-            points: The model's.
-            device: The model's.
-            changes: Interventions as they were sent, by their fields.
-            fetched: What they name.
+            points: The model's points.
+            device: The model's device.
+            changes: The request's interventions by their fields.
+            fetched: The tensors that they refer to.
             readouts: The readouts that the request uses.
-            report: Whether each edit reports what it did.
+            report: Whether each edit reports its effects.
 
         Raises:
-            RequestError: A point, head or feature that is not there, or a vector or rows of the wrong shape; names
-                the field.
+            RequestError: A point, head or feature does not exist, or a vector or rows have the wrong shape; names the
+                field.
         """
         self._prepared = dict[str, _Resolved]()
         self._readouts, self._report = readouts or UsedReadouts({}, {}), report
@@ -71,13 +71,13 @@ class EditResolver:
         """The edits of a sequence.
 
         Args:
-            fields: Of the interventions that it has, in their order.
-            prompt: Tokens of its prompt.
-            most: Tokens of its prompt and the most that are generated.
-            ends: As `token_choices.placed` has it.
+            fields: The fields of its interventions, in order.
+            prompt: The number of prompt tokens.
+            most: The number of prompt tokens and the most new ones.
+            ends: See `token_choices.placed`.
 
         Raises:
-            RequestError: Tokens that it cannot have, or other than there are rows for; names the field.
+            RequestError: It cannot have such tokens, or their number differs from that of the rows; names the field.
         """
         found = []
         for spec, field, edits in map(self._prepared.__getitem__, fields):
@@ -104,7 +104,7 @@ class EditResolver:
 
 
 def _vector(spec: Change, tensors: Mapping[str, torch.Tensor], field: str) -> torch.Tensor:
-    """What an operation has for a vector, in one row; of none where it has none."""
+    """The vector of an operation, in one row; empty if it has none."""
     if not isinstance(spec, (Add, ProjectOut, Replace)) or spec.vector is None:
         return torch.empty(0)
     sent = tensors[spec.vector] if isinstance(spec.vector, str) else torch.tensor(spec.vector)
@@ -136,7 +136,7 @@ def _edit(spec: Change, vector: torch.Tensor, point: Point, field: str, device: 
 def _patches(
     spec: Change, fetched: Sequence[torch.Tensor], points: Sequence[Point], field: str, device: torch.device
 ) -> list[Edit]:
-    """The edits that put a stored run's rows [tokens, ...] in the place of points', each its own or all the same."""
+    """The edits that replace points' values by a stored run's rows [tokens, ...], one for each or the same for all."""
     if len(fetched) == len(points):
         return [_patch(spec, rows, point, field, device) for rows, point in zip(fetched, points, strict=True)]
     first = _patch(spec, fetched[0], points[0], field, device)
@@ -146,11 +146,11 @@ def _patches(
             "its points have rows of different shapes: use one operation for each, with a point of the run",
             f"{field}.from",
         )
-    return [replace(first, point=point) for point in points]  # which share the rows
+    return [replace(first, point=point) for point in points]  # they share the rows
 
 
 def _patch(spec: Change, rows: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
-    """The edit that puts a stored run's rows [tokens, ...] in the place of a point's."""
+    """The edit that replaces a point's values by a stored run's rows [tokens, ...]."""
     heads, features = _part(spec, point, field)
     if math.prod(rows.shape[1:]) == math.prod(point.shape):
         rows = rows.view(len(rows), *point.shape)  # by heads, or not
@@ -166,7 +166,7 @@ def _patch(spec: Change, rows: torch.Tensor, point: Point, field: str, device: t
 
 
 def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most: int, field: str) -> torch.Tensor:
-    """The rows [tokens, ...] that go to the tokens, these in ascending order."""
+    """The rows [tokens, ...] for the tokens, in ascending order of these."""
     assert rows is not None
     listed = choice.positions if isinstance(choice, Positions) else tokens.within(0, most)
     if len(set(listed)) < len(listed):
@@ -181,7 +181,7 @@ def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most
 
 
 def _part(spec: Change, point: Point, field: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """The heads and features of a point that are changed; None for all."""
+    """The heads and features of a point that change; None for all."""
     if not point.place.dtype.is_floating_point:
         message = f"{point.name} has values of dtype {point.place.dtype}, which are not activations"
         raise RequestError(message, f"{field}.point")
@@ -214,7 +214,7 @@ def _fitted(
     point: Point,
     field: str,
 ) -> torch.Tensor:
-    """The vector as rows of the point have it: for all heads alike, or for each by itself."""
+    """The vector in the shape of the point's rows: the same for all heads, or one for each."""
     width = len(features) if features else point.shape[-1]
     if len(vector) == width:
         return vector

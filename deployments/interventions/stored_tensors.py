@@ -18,16 +18,15 @@ from deployments.job import Job
 from deployments.places.points import Points
 from deployments.points.interventions import Replace, StoredRows
 
-FLOAT_BYTES = 4  # of each number of a vector that a request has in it
+FLOAT_BYTES = 4  # of each number of a vector in a request
 
 
 class FetchedTensors(NamedTuple):
-    """What interventions name and the activation store holds.
+    """The tensors and rows that interventions refer to in the activation store.
 
     Attributes:
-        tensors: Those of clients' files, by what the request calls them.
-        rows: By an intervention's field, for each point that it means, or for all of them: [tokens, ...] of a stored
-            run.
+        tensors: Tensors of clients' files, by their names in the request.
+        rows: Intervention field -> [tokens, ...] of a stored run, for each of its points or once for all.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -35,36 +34,36 @@ class FetchedTensors(NamedTuple):
 
 
 class _WantedRows(NamedTuple):
-    """Rows of a stored run that an intervention asks for."""
+    """Rows of a stored run that an intervention requests."""
 
     field: str
     source: StoredRows
     reader: Account
-    names: Sequence[tuple[str, ...]]  # of each point, or of one for all
+    names: Sequence[tuple[str, ...]]  # for each point, or once for all
 
 
 class StoredTensors:
-    """One replica's way to them, within a number of bytes for all its jobs together."""
+    """Fetches them for one replica, within a number of bytes for all its jobs together."""
 
     def __init__(self, points: Points, store: Any, reader: Any, most: int) -> None:
-        """Initialize with no tensors held.
+        """Initialize without tensors.
 
         Args:
-            points: The model's.
+            points: The model's points.
             store: The activation store's handle.
-            reader: Its reader's.
-            most: The most bytes that all jobs together hold of what the store gave and of vectors of their own.
+            reader: Its reader's handle.
+            most: The most bytes of fetched tensors and requests' own vectors, for all jobs together.
         """
         self._points = points
         self._store = store
         self._reader = reader
         self._most = most
         self._lent: dict[str, int] = {}  # job -> bytes
-        self._bringing = asyncio.Lock()  # rows, so that no more come at a time than there is room for
+        self._bringing = asyncio.Lock()  # so that no more rows are fetched at a time than there is room for
 
     @contextlib.contextmanager
     def lending(self, job: str) -> Iterator[None]:
-        """Account for what a job is brought, until it is over."""
+        """Count a job's bytes until it ends."""
         self._lent[job] = 0
         try:
             yield
@@ -72,12 +71,12 @@ class StoredTensors:
             self._lent.pop(job, None)
 
     async def fetch(self, job: Job) -> FetchedTensors:
-        """What a job's interventions name and the activation store holds; `lending` accounts for it.
+        """Fetch the tensors and rows that a job's interventions refer to; `lending` counts them.
 
         Raises:
-            RequestError: There is none of that name that they may read, its file is gone or damaged, or no room for
+            RequestError: One does not exist or may not be read, its file is missing or damaged, or there is no room for
                 it; names the field.
-            StoreError: The disk refuses.
+            StoreError: The disk fails.
         """
         tensors: dict[str, torch.Tensor] = {}
         rows: dict[str, list[torch.Tensor]] = {}
@@ -94,7 +93,7 @@ class StoredTensors:
                 self._take(job.id, tensors[reference].nbytes, f"{field}.vector")
             elif isinstance(reference, Sequence) and not isinstance(reference, str):
                 self._take(job.id, FLOAT_BYTES * len(reference), f"{field}.vector")
-        for alike in asked.values():  # of a grid of patches, all layers' rows of a token come at once
+        for alike in asked.values():  # in a grid of patches, all layers' rows of a token are fetched at once
             async with self._bringing:
                 rows |= await self._rows(alike)
                 for one in alike:
@@ -111,18 +110,18 @@ class StoredTensors:
             raise RequestError(refused.message, field, refused.code) from refused
 
     async def _rows(self, asked: Sequence[_WantedRows]) -> dict[str, list[torch.Tensor]]:
-        """What interventions ask for of the same tokens of one stored run, by their fields."""
+        """Rows for the same tokens of one stored run, by the interventions' fields."""
         names = list(dict.fromkeys(name for one in asked for name in one.names))
         field, source = asked[0].field, asked[0].source
         try:
             read = self._reader.rows.remote(source.run_id, names, source.tokens, self._most, asked[0].reader)
             data = await survived(read, f"run {source.run_id}")
         except RequestError as refused:
-            if len(asked) > 1:  # one by one, to name whose fault it is
+            if len(asked) > 1:  # one by one, to name the failing one
                 return {one.field: (await self._rows([one]))[one.field] for one in asked}
             named = f"{field}.{refused.field}" if refused.field else field
             raise RequestError(refused.message, named, refused.code, refused.status) from refused
-        except StoreError as error:  # Ray adds the actor's traceback to what it hands on
+        except StoreError as error:  # Ray adds the actor's traceback to the error
             message = f"the activation store: {getattr(error, 'cause', error)}"
             raise RequestError(message, f"{field}.from.run_id", "store_failed", 500) from error
         if data is None:
@@ -133,7 +132,7 @@ class StoredTensors:
         return {one.field: [found[place[name]] for name in one.names] for one in asked}
 
     def _names_of(self, spec: Replace, source: StoredRows, field: str) -> list[tuple[str, ...]]:
-        """For each point that an operation means, or for all of them, the names that a run may have for its rows."""
+        """For each point of an operation, or for all of them, the possible names of its rows in a run."""
         points = self._points.named(spec.point, f"{field}.point")
         if source.point is None:
             return [(point.name, point.module) for point in points]
@@ -144,16 +143,16 @@ class StoredTensors:
         return names
 
     def _names(self, pattern: str) -> list[tuple[str, ...]]:
-        """The names by which a run may have recorded what a request calls by one."""
+        """The names under which a run may have recorded a point with this name."""
         try:
             points = self._points.named(pattern, "from.point")
         except RequestError:
-            return [(pattern,)]  # of another model, or a savepoint that this one had
+            return [(pattern,)]  # of another model, or an earlier savepoint of this one
         own = (pattern,) if len(points) == 1 else ()
         return [(*own, point.name, point.module) for point in points]
 
     def _take(self, job: str, size: int, field: str) -> None:
-        """Account for bytes that a job was brought, or brings itself, where there is room for them."""
+        """Count bytes of a job, fetched or its own, if there is room."""
         own = self._lent.get(job, 0) + size
         if own > self._most:
             held = "the request's vectors, tensors and stored rows"

@@ -19,11 +19,11 @@ class UsedReadouts:
     """The readouts that a request's fields name."""
 
     def __init__(self, sources: Mapping[str, tuple[Source, Point]], asked: Mapping[str, AskedReadout]) -> None:
-        """Initialize with the readouts that were found.
+        """Initialize with the resolved readouts.
 
         Args:
             sources: By their names, with their points.
-            asked: Those whose values the request wants: conditions are on these.
+            asked: The readouts whose values the request wants; conditions refer to these.
         """
         self._sources = sources
         self._asked = asked
@@ -33,9 +33,9 @@ class UsedReadouts:
         """Look up the points.
 
         Args:
-            points: The model's.
+            points: The model's points.
             held: Every readout that the request names.
-            asked: Those whose values it wants.
+            asked: The readouts whose values it wants.
 
         Raises:
             RequestError: The model has no such point, or rows of another length there.
@@ -49,7 +49,7 @@ class UsedReadouts:
         return cls(sources, {one.name: one for one in asked})
 
     def values(self, prompt: int, most: int, ends: Ends) -> tuple[ResolvedReadout, ...]:
-        """What a sequence asks for.
+        """The readouts of a sequence.
 
         Args:
             prompt: Tokens of its prompt.
@@ -57,7 +57,7 @@ class UsedReadouts:
             ends: As `token_choices.placed` has it.
 
         Raises:
-            RequestError: Tokens that it cannot have, or features of what has none; names the field.
+            RequestError: It cannot have such tokens, or features of a readout without any; names the field.
         """
         found = []
         for i, one in enumerate(self._asked.values()):
@@ -77,7 +77,7 @@ class UsedReadouts:
         """An autoencoder and its point.
 
         Raises:
-            RequestError: The readout is none.
+            RequestError: The readout is not an autoencoder.
         """
         source, point = self._sources[name]
         if source.readout.spec.kind != "sae":
@@ -88,14 +88,15 @@ class UsedReadouts:
         """The gate of one edit.
 
         Args:
-            condition: As the request has it.
-            point: Where the edit is.
-            tokens: Of which tokens.
-            prompt: Tokens of the prompt.
-            field: The condition's.
+            condition: The condition in the request.
+            point: The edit's point.
+            tokens: The edit's tokens.
+            prompt: The number of prompt tokens.
+            field: The condition's field.
 
         Raises:
-            RequestError: It is on what the request does not use, or acts too late for the prompt's tokens.
+            RequestError: It refers to a readout that the request does not use, or acts too late for the prompt's
+                tokens.
         """
 
         def check(spec: Threshold) -> ThresholdCheck:
@@ -112,10 +113,10 @@ class UsedReadouts:
         return Gate(condition, check)
 
     def stop(self, condition: Condition, prompt: int, field: str = "stop_when") -> Gate:
-        """What ends a sequence's answer: it reads from the row on that decides the first token.
+        """The condition that ends a sequence's answer; it reads from the row that predicts the first new token.
 
         Raises:
-            RequestError: It is on what the request does not use.
+            RequestError: It refers to a readout that the request does not use.
         """
 
         def check(spec: Threshold) -> ThresholdCheck:

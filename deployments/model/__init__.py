@@ -1,4 +1,4 @@
-"""One copy of a model's weights and forwards over it: KV memory, attention, hooks, logits of any layer.
+"""One copy of a model's weights and its forward passes: KV memory, attention, hooks, logits of any layer.
 
 The engine decides which tokens run; this package runs them.
 """

@@ -1,4 +1,4 @@
-"""Attention of packed rows: each reads the keys and values of its own sequence's pages, up to itself.
+"""Attention of packed rows: each reads the keys and values in its own sequence's pages, up to itself.
 
 transformers looks attention functions up by name; while the engine runs a forward, the model's config names the one
 registered here. For an unknown name transformers builds no mask, and none is needed.
@@ -23,18 +23,18 @@ from deployments.model.native import Call, kernel
 from deployments.places.attention_patterns import ROWS, patterns_of
 
 NAME = "vitrine_packed"
-THREAD_PRODUCTS = 500_000  # some 30 microseconds of a thread
-SPREAD = 2  # single rows share a gathered batch while the longest has at most so many times the shortest's pages
+THREAD_PRODUCTS = 500_000  # about 30 microseconds of a thread
+SPREAD = 2  # single rows share a gathered batch while the longest has at most this many times the shortest's pages
 
 
-class _Weighting(NamedTuple):
-    """How a row's products with keys become weights.
+class _Softmax(NamedTuple):
+    """How products of a row with keys become weights.
 
     Attributes:
-        scaling: Of the products.
+        scaling: The factor of the products.
         window: The most tokens that a row reads, itself included; 0 for all before it.
-        softcap: Bounds the products by its tanh; 0 for none.
-        sinks: [heads] logits that take weight and give nothing.
+        softcap: Limits the products by tanh; 0 for none.
+        sinks: [heads] logits that take weight without a value.
     """
 
     scaling: float
@@ -52,7 +52,7 @@ _running = _Running()
 
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
-    """The configs by which a model's modules choose their attention, each once."""
+    """The configs that select the attention of a model's modules, without repetition."""
     found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     return list(found.values())
 
@@ -62,9 +62,9 @@ def packed_attention(configs: Sequence[Any], cache: PagedCache, batch_invariant:
     """While open, a model's attention reads and writes a cache's pages as its `packed` says.
 
     Args:
-        configs: The model's, as `configs_of` finds them.
-        cache: With `packed` set.
-        batch_invariant: Compute each token's pattern by itself, so that its bits are the same in any company.
+        configs: The model's configs from `configs_of`.
+        cache: The cache, with `packed` set.
+        batch_invariant: Compute each token's pattern by itself, so that its bits do not depend on other sequences.
     """
     before = [(config, config._attn_implementation) for config in configs]
     try:
@@ -92,7 +92,7 @@ def _attend(
     is_causal: bool | None = None,
     **_options: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-    """Attention as transformers calls it, for one forward of packed rows.
+    """Attention as called by transformers, for one forward pass of packed rows.
 
     Args:
         module: The attention module.
@@ -100,7 +100,7 @@ def _attend(
         key: [1, kv_heads, rows, head_dim] of the same rows.
         value: [1, kv_heads, rows, features].
         attention_mask: None.
-        scaling: Of the products; the root of head_dim by default.
+        scaling: The factor of the products; by default one over the root of head_dim.
         sliding_window: The most tokens that a row reads, itself included.
         softcap: Bounds the products by its tanh.
         s_aux: [heads] logits of sinks, which take weight and give nothing.
@@ -108,10 +108,10 @@ def _attend(
         is_causal: Not False.
 
     Returns:
-        [1, rows, heads, features]; and of each span whose patterns are shown [heads, tokens, keys].
+        [1, rows, heads, features]; and [heads, tokens, keys] for each span whose patterns are shown.
 
     Raises:
-        TypeError: The model asks for what packed rows cannot have.
+        TypeError: The model uses a feature that packed rows do not support.
     """
     cache = _running.cache
     assert cache is not None, "only an engine's forward runs with it"
@@ -121,26 +121,26 @@ def _attend(
         raise TypeError("its queries, keys and values do not fit together")
     layer = cache.take_new(key, sliding_window or 0)
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    weighting = _Weighting(scaling, sliding_window or 0, softcap or 0.0, s_aux)
+    softmax = _Softmax(scaling, sliding_window or 0, softcap or 0.0, s_aux)
     run = kernel(query.dtype) if query.device.type == "cpu" else None
     if run:
         query, key, value = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (query, key, value))
-        out = _by_kernel(run, cache.packed, layer, query, key, value, weighting)
+        out = _by_kernel(run, cache.packed, layer, query, key, value, softmax)
     else:
-        out = _by_torch(cache.packed, layer, query, key, value, weighting)
-    shown = module.__dict__.get(ROWS)  # an attribute that is missing would cost a search of torch's
-    patterns = None if shown is None else _shown_patterns(cache.packed, shown, layer, query, weighting)
+        out = _by_torch(cache.packed, layer, query, key, value, softmax)
+    shown = module.__dict__.get(ROWS)  # a missing attribute would cost a search in torch
+    patterns = None if shown is None else _shown_patterns(cache.packed, shown, layer, query, softmax)
     return out[None], patterns
 
 
 def _shown_patterns(
-    packed: Packed, shown: Sequence[int], layer: Any, query: torch.Tensor, weighting: _Weighting
+    packed: Packed, shown: Sequence[int], layer: Any, query: torch.Tensor, softmax: _Softmax
 ) -> list[torch.Tensor]:
-    """Of each span that is shown, its patterns [heads, tokens, keys]."""
+    """The patterns [heads, tokens, keys] of each shown span."""
 
     def pattern(span: TokenSpan, first: int, keys: torch.Tensor) -> torch.Tensor:
         queries = query[:, :, first : first + span.count].clone(memory_format=torch.contiguous_format)
-        return _patterns(queries, keys[None], _reads(span, weighting.window, query.device), weighting)[0]
+        return _patterns(queries, keys[None], _reads(span, softmax.window, query.device), softmax)[0]
 
     patterns = []
     for index in shown:
@@ -167,19 +167,19 @@ def _by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    weighting: _Weighting,
+    softmax: _Softmax,
 ) -> torch.Tensor:
-    """[rows, heads, features] by the compiled kernel, which writes keys and values, too."""
+    """[rows, heads, features] by the compiled kernel, which also writes keys and values."""
     (_, heads, rows, size), width = query.shape, value.shape[3]
     out = query.new_empty(rows, heads, width)
-    sinks = None if weighting.sinks is None else weighting.sinks.float().contiguous()
+    sinks = None if softmax.sinks is None else softmax.sinks.float().contiguous()
     call = Call(
         *(tensor.data_ptr() for tensor in (query, key, value, layer.keys, layer.values, out)),
         None if sinks is None else sinks.data_ptr(),
         *(tensor.data_ptr() for tensor in (packed.position, packed.table, packed.pages, packed.units)),
         *(stride for tensor in (query, key, value) for stride in (tensor.stride(2), tensor.stride(1))),
         *(rows, len(packed.units), heads, key.shape[1], size, width, layer.values.shape[3]),
-        *(weighting.window, _threads(packed.reads * heads * (size + width)), weighting.scaling, weighting.softcap),
+        *(softmax.window, _threads(packed.reads * heads * (size + width)), softmax.scaling, softmax.softcap),
     )
     if run(byref(call)):
         raise MemoryError("not enough memory for attention's products")
@@ -187,19 +187,19 @@ def _by_kernel(
 
 
 def _threads(products: int) -> int:
-    """How many threads are worth their start for so many products."""
+    """The number of threads that are worth starting for this many products."""
     return min(torch.get_num_threads(), 1 + products // THREAD_PRODUCTS)
 
 
-# ---- by torch's own operations, on a GPU and where there is no compiler
+# ---- by torch's own operations, on a GPU and without a compiler
 
 
 def _by_torch(
-    packed: Packed, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, weighting: _Weighting
+    packed: Packed, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: _Softmax
 ) -> torch.Tensor:
-    """[rows, heads, features]: a prompt's rows by themselves, single rows together with those of about their length."""
+    """[rows, heads, features]: a prompt's rows separately, single rows together with others of similar length."""
     width, device = value.shape[3], query.device
-    pages, offsets, groups = _uploaded(packed, device)
+    pages, offsets, groups = _device_rows(packed, device)
     layer.keys[pages, :, :, offsets] = key[0].transpose(0, 1)
     layer.values[pages, :, offsets, :width] = value[0].transpose(0, 1)
     out = query.new_empty(packed.rows, query.shape[1], width)
@@ -207,28 +207,28 @@ def _by_torch(
         if span.count == 1:
             continue
         keys, values = _gathered(layer, span, width)
-        reads = _reads(span, weighting.window, device)
+        reads = _reads(span, softmax.window, device)
         rows = slice(first, first + span.count)
-        found = _products(query[:, :, rows], keys[None], values[None], reads, weighting)
+        found = _products(query[:, :, rows], keys[None], values[None], reads, softmax)
         out[rows] = found[0].transpose(0, 1)
     for at, padded, own in groups:
         keys = layer.keys[padded].permute(0, 2, 3, 1, 4).flatten(3)  # [group, kv_heads, head_dim, keys]
         values = layer.values[padded].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :width]
-        reads = _read_by(own, padded.shape[1] * PAGE, weighting.window)  # [group, keys]
-        unread = ~reads[:, None]  # what lies there may not be finite, and 0 x NaN is NaN
+        reads = _read_by(own, padded.shape[1] * PAGE, softmax.window)  # [group, keys]
+        unread = ~reads[:, None]  # unread memory may not be finite, and 0 x NaN is NaN
         keys, values = keys.masked_fill(unread[:, :, None], 0), values.masked_fill(unread[..., None], 0)
         rows_of = query[0].transpose(0, 1)[at, :, None]  # [group, heads, 1, head_dim]
-        out[at] = _products(rows_of, keys.transpose(2, 3), values, reads[:, None, None], weighting).squeeze(2)
+        out[at] = _products(rows_of, keys.transpose(2, 3), values, reads[:, None, None], softmax).squeeze(2)
     return out
 
 
-class _Uploaded(NamedTuple):
-    """Where a forward's rows lie, on a device: the same for every layer.
+class _DeviceRows(NamedTuple):
+    """The pages of a forward pass's rows on a device: the same for every layer.
 
     Attributes:
         pages: [rows] the page that each row is written to.
-        offsets: [rows] its place within that page.
-        groups: Single rows of about the same length: [group] rows, [group, pages] their tables, [group, 1] positions.
+        offsets: [rows] its offset within that page.
+        groups: Single rows of similar length: [group] rows, [group, pages] their tables, [group, 1] positions.
     """
 
     pages: torch.Tensor
@@ -236,7 +236,7 @@ class _Uploaded(NamedTuple):
     groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def _uploaded(packed: Packed, device: torch.device) -> _Uploaded:
+def _device_rows(packed: Packed, device: torch.device) -> _DeviceRows:
     if device not in packed.uploaded:
         singles = [one for one in zip(packed.firsts, packed.spans, strict=True) if one[1].count == 1]
         groups = []
@@ -247,13 +247,13 @@ def _uploaded(packed: Packed, device: torch.device) -> _Uploaded:
             rows = torch.tensor([first for first, _ in group], device=device)
             own = torch.tensor([[span.start] for _, span in group], device=device)
             groups.append((rows, torch.tensor(padded, device=device), own))
-        packed.uploaded[device] = _Uploaded(packed.page_of.to(device), packed.offset.to(device), groups)
-    found: _Uploaded = packed.uploaded[device]
+        packed.uploaded[device] = _DeviceRows(packed.page_of.to(device), packed.offset.to(device), groups)
+    found: _DeviceRows = packed.uploaded[device]
     return found
 
 
 def _alike(singles: Sequence[tuple[int, TokenSpan]]) -> Iterator[list[tuple[int, TokenSpan]]]:
-    """Single rows in groups of about the same length."""
+    """Group single rows of similar length."""
     group: list[tuple[int, TokenSpan]] = []
     for one in sorted(singles, key=lambda one: one[1].start):
         if group and one[1].start // PAGE + 1 > SPREAD * (group[0][1].start // PAGE + 1):
@@ -284,29 +284,29 @@ def _pages(layer: Any, span: TokenSpan) -> torch.Tensor:
 
 
 def _reads(span: TokenSpan, window: int, device: torch.device) -> torch.Tensor:
-    """[1, 1, tokens, keys] which keys each token of a span reads."""
+    """[1, 1, tokens, keys] whether each token of a span reads each key."""
     stop = span.start + span.count
     return _read_by(torch.arange(span.start, stop, device=device)[:, None], stop, window)[None, None]
 
 
 def _read_by(own: torch.Tensor, keys: int, window: int) -> torch.Tensor:
-    """[rows, keys] which of so many keys rows at the positions `own` [rows, 1] read."""
+    """[rows, keys] whether rows at the positions `own` [rows, 1] read each of `keys` keys."""
     positions = torch.arange(keys, device=own.device)
     reads = positions <= own
     return reads & (positions > own - window) if window else reads
 
 
 def _products(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reads: torch.Tensor, weighting: _Weighting
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reads: torch.Tensor, softmax: _Softmax
 ) -> torch.Tensor:
     """[batch, heads, tokens, features] of a query [batch, heads, tokens, head_dim]."""
     values = values.repeat_interleave(query.shape[1] // keys.shape[1], 1)
-    if weighting.softcap or weighting.sinks is not None:
-        return _patterns(query, keys, reads, weighting) @ values
+    if softmax.softcap or softmax.sinks is not None:
+        return _patterns(query, keys, reads, softmax) @ values
     keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
-    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=reads, scale=weighting.scaling)
+    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=reads, scale=softmax.scaling)
 
 
-def _patterns(query: torch.Tensor, keys: torch.Tensor, reads: torch.Tensor, weighting: _Weighting) -> torch.Tensor:
+def _patterns(query: torch.Tensor, keys: torch.Tensor, reads: torch.Tensor, softmax: _Softmax) -> torch.Tensor:
     """[batch, heads, tokens, keys] of a query [batch, heads, tokens, head_dim]."""
-    return patterns_of(query, keys, reads, weighting.scaling, weighting.softcap, weighting.sinks)
+    return patterns_of(query, keys, reads, softmax.scaling, softmax.softcap, softmax.sinks)

@@ -1,4 +1,4 @@
-"""Reads and changes modules' values during a forward: one hook per place, for the whole batch."""
+"""Reads and changes modules' values during a forward pass: one hook per place, for the whole batch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from deployments.places.attention_patterns import showing
 from deployments.places.place import Place
 from deployments.places.watching import attention_weights, first_tensor, with_first
 
-Visit = Callable[[Place, Any], torch.Tensor | None]  # gives what is to take the value's place, or nothing
-Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> spans of the forward, in ascending order
+Visit = Callable[[Place, Any], torch.Tensor | None]  # returns the replacement of the value, or None
+Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> spans of the forward pass, in ascending order
 
 
 class Hooks:
-    """torch's forward hooks at the places that recent forwards have visited.
+    """torch's forward hooks at the places that recent forward passes have visited.
 
-    An nnsight block over the whole batch reads the same values, but while one is open nnsight takes every module's
-    call into its hands, read or not, which costs a small model's decode a twentieth and more; hooks cost the places
-    they stand at. nnsight is for blocks that clients write.
+    An nnsight block over the whole batch reads the same values, but it intercepts the calls of all modules, which slows
+    a small model's decode by a twentieth or more. Hooks only cost time at their places. nnsight is for clients' blocks.
     """
 
     def __init__(self, hf: torch.nn.Module) -> None:
@@ -31,14 +30,14 @@ class Hooks:
         self._readers: Readers = {}
 
     def visit(self, places: Sequence[Place], visit: Visit, forward: Callable[[], Any], readers: Readers) -> Any:
-        """Run a forward and read and change it on the way.
+        """Run a forward pass, and read and change values in it.
 
         Args:
-            places: What to visit.
-            visit: Called with each place that the forward comes to and its value when it is there; must copy what
-                it keeps, since modules may write over theirs afterwards, and leave the value itself as it is.
+            places: The places to visit.
+            visit: Called with each place that the forward pass reaches and its value; must copy what it keeps, because
+                modules may overwrite theirs, and must not change the value itself.
             forward: Runs the model.
-            readers: Of each place of attention patterns, whose are visited.
+            readers: For each place of attention patterns, the spans that are visited.
         """
         self._stand_at(frozenset(places))
         self._visit, self._readers = visit, readers
@@ -49,7 +48,7 @@ class Hooks:
             self._visit = None
 
     def rest(self) -> None:
-        """Remove the hooks: no request records or edits."""
+        """Remove the hooks when no request records or edits."""
         self._stand_at(frozenset())
 
     def _stand_at(self, places: frozenset[Place]) -> None:
@@ -57,7 +56,7 @@ class Hooks:
             return
         for handle in self._handles:
             handle.remove()
-        # Hooks of one module run in the order in which they were added.
+        # Hooks of one module run in the order of registration.
         self._handles = [handle for place in sorted(places, key=lambda one: one.order) for handle in self._hooks(place)]
         self._places = places
 
@@ -90,7 +89,7 @@ class Hooks:
         return [module.register_forward_hook(after)]
 
     def _stream_hooks(self, place: Place, layer: torch.nn.Module, branch: torch.nn.Module) -> list[Any]:
-        """Hooks for the sum of a layer's input and a branch's output; a change of it is made in the output."""
+        """Hooks for the sum of a layer's input and a branch's output; a change of the sum is applied to the output."""
         inputs: list[torch.Tensor] = []
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,12 +102,12 @@ class Hooks:
                 return None
             stream = inputs.pop() + value
             new = self._see(place, stream)
-            return None if new is None else with_first(output, value + (new - stream))  # other rows keep every bit
+            return None if new is None else with_first(output, value + (new - stream))  # other rows stay bit-identical
 
         return [layer.register_forward_pre_hook(before, with_kwargs=True), branch.register_forward_hook(after)]
 
     def _see(self, place: Place, value: Any) -> Any:
-        """What is to take the value's place, in its form; None for itself."""
+        """The replacement of the value in its original form; None to keep it."""
         if self._visit is None or (tensor := first_tensor(value)) is None:
             return None
         new = self._visit(place, tensor)

@@ -21,20 +21,20 @@ from deployments.model.native import kernel
 from deployments.model.packing import TOLERANCE, Model, UnsupportedModelError, relative_error
 from deployments.tiles import in_tiles
 
-ACTIVATIONS = "transformers.activations"  # whose classes are elementwise, all of them
+ACTIVATIONS = "transformers.activations"  # all of its classes are elementwise
 ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid),
     *(nn.Tanh, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Softplus, nn.Softsign, nn.Tanhshrink),
 )
-VECTOR = 64  # numbers that torch's elementwise loops take at once, at most; what is left over goes another way
-ALONE = 32768  # numbers up to which such a loop is one thread's
-PROBE_LENGTHS = (9, 1, 6)  # of prompts, beside a long one
-MOST_PROBED = 256  # tokens of that one
+VECTOR = 64  # the most numbers that torch's elementwise loops take at once; a remainder is computed differently
+SINGLE_THREAD_NUMBERS = 32768  # numbers up to which such a loop uses one thread
+PROBE_LENGTHS = (9, 1, 6)  # of prompts, besides a long one
+MOST_PROBED = 256  # tokens of the long one
 
 
 @torch.inference_mode()
 def make_batch_invariant(model: Model) -> None:
-    """Have a model give each row the same bits whatever other rows a forward has, and try whether it does.
+    """Make each row of a model have the same bits whatever the other rows of a forward pass, and test it.
 
     Args:
         model: The model; its Hugging Face module is changed in place.
@@ -49,7 +49,7 @@ def make_batch_invariant(model: Model) -> None:
         raise UnsupportedModelError(
             "batch_invariant needs the attention kernel: a CPU, float32 or bfloat16, and a C compiler (cc)"
         )
-    rows = 2 * ALONE // hf.get_input_embeddings().embedding_dim + 3
+    rows = 2 * SINGLE_THREAD_NUMBERS // hf.get_input_embeddings().embedding_dim + 3
     lengths = (min(MOST_PROBED, model.context, rows), *PROBE_LENGTHS)
     prompts = [[(7 * i + 3 * n) % model.vocabulary for i in range(n)] for n in lengths]
     before = _run(model, prompts, lengths[0] // 2)
@@ -66,14 +66,14 @@ def make_batch_invariant(model: Model) -> None:
 
 
 class _Probed(NamedTuple):
-    """What a prompt gave: [vocabulary] logits of its last token, and every layer's keys and values."""
+    """A prompt's result: [vocabulary] logits of its last token, and all layers' keys and values."""
 
     logits: torch.Tensor
     kv: list[torch.Tensor]
 
 
 def _run(model: Model, prompts: list[list[int]], cut: int = 0) -> list[_Probed]:
-    """Run prompts together, after a forward of so many tokens of the first."""
+    """Run prompts together, after a forward pass of `cut` tokens of the first."""
     sizes = [-(-len(prompt) // PAGE) for prompt in prompts]
     cache = PagedCache(sum(sizes))
     firsts = accumulate(sizes, initial=0)
@@ -81,7 +81,7 @@ def _run(model: Model, prompts: list[list[int]], cut: int = 0) -> list[_Probed]:
     if cut:
         model.forward(prompts[0][:cut], [TokenSpan(held[0], 0, cut)], [0], cache)
     starts = [cut, *(0 for _ in prompts[1:])]
-    parts = [*zip(held, starts, prompts, strict=True)][::-1]  # the first one's rows lie elsewhere than alone
+    parts = [*zip(held, starts, prompts, strict=True)][::-1]  # so that the first one's rows move
     spans = [TokenSpan(kv, start, len(prompt) - start) for kv, start, prompt in parts]
     ends = [end - 1 for end in accumulate(span.count for span in spans)]
     logits = model.forward([id for _, start, prompt in parts for id in prompt[start:]], spans, ends, cache)
@@ -89,7 +89,7 @@ def _run(model: Model, prompts: list[list[int]], cut: int = 0) -> list[_Probed]:
 
 
 def _change(hf: Any) -> None:
-    """Put what does not depend on other rows in the place of linear layers and activations."""
+    """Replace linear layers and activations by functions that do not depend on other rows."""
     for name, module in hf.named_modules():
         if isinstance(module, nn.Linear):
             module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
@@ -106,10 +106,10 @@ def _change(hf: Any) -> None:
 
 
 def _by_vectors(function: Any, x: torch.Tensor) -> torch.Tensor:
-    """An elementwise function of rows x [..., features], each number by the same vector instructions."""
+    """Apply an elementwise function to rows x [..., features], each number by the same vector instructions."""
     width = x.shape[-1]
     rows = functional.pad(x.reshape(-1, width), (0, -width % VECTOR))
-    tiles = torch.split(rows, max(1, ALONE // rows.shape[-1]))
+    tiles = torch.split(rows, max(1, SINGLE_THREAD_NUMBERS // rows.shape[-1]))
     return torch.cat([function(tile) for tile in tiles])[:, :width].reshape(x.shape)
 
 

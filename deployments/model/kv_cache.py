@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-PAGE = 16  # positions: one, two or four of the kernel's vectors
+PAGE = 16  # positions: one, two or four vectors of the kernel
 LANES = 16  # a page's values are padded to a multiple of these features
-UNIT_ROWS = 24  # rows of a sequence that a thread takes at once: they divide into groups of 6 and of 8 vectors
+UNIT_ROWS = 24  # rows of a sequence that a thread takes at once; divisible into groups of 6 and of 8 vectors
 
 
 @dataclass(eq=False)
 class SequenceKv:
-    """Where one sequence's keys and values lie.
+    """The pages of one sequence's keys and values.
 
     Attributes:
         pages: Numbers of its pages, in order.
-        passed: How many of these, from the first, its rows do not read any more: it does not hold them.
-        lone: Its own cache, of a model whose sequences share no forward.
-        known: How many of its pages other sequences may find by their tokens.
-        chain: What stands for the tokens of these.
+        passed: The number of leading pages that its rows no longer read and that it does not hold.
+        lone: Its own cache, for a model whose sequences do not share forward passes.
+        known: The number of its pages that other sequences can find by their tokens.
+        chain: The key of these pages' tokens.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -40,12 +40,12 @@ class SequenceKv:
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Consecutive tokens of one sequence within a forward.
+    """Consecutive tokens of one sequence in a forward pass.
 
     Attributes:
-        kv: The sequence's keys and values; there is room for these tokens'.
-        start: The position of the first.
-        count: How many.
+        kv: The sequence's keys and values, with room for these tokens.
+        start: The position of the first token.
+        count: The number of tokens.
     """
 
     kv: SequenceKv
@@ -54,13 +54,13 @@ class TokenSpan:
 
 
 class Packed:
-    """The rows of one forward, span after span, and where each reads and writes.
+    """The rows of one forward pass, span after span, and the pages that each reads and writes.
 
     Attributes:
-        spans: In order.
-        rows: How many tokens in all.
-        positions: [rows] position of each in its sequence.
-        uploaded: By device, what attention by torch's operations needs there for every layer.
+        spans: The spans in order.
+        rows: The total number of tokens.
+        positions: [rows] position of each token in its sequence.
+        uploaded: Device -> data that attention by torch's operations needs in every layer.
     """
 
     def __init__(self, spans: Sequence[TokenSpan]) -> None:
@@ -77,17 +77,17 @@ class Packed:
 
     @cached_property
     def reads(self) -> int:
-        """Keys that all rows read together, without a window."""
+        """The number of keys that all rows read together, without a window."""
         return int(self.positions.sum()) + self.rows
 
     @cached_property
     def pages(self) -> torch.Tensor:
-        """Page numbers of all sequences, int32, one sequence after the other."""
+        """Page numbers of all sequences, concatenated, int32."""
         return torch.from_numpy(np.concatenate([np.asarray(s.kv.pages, dtype=np.int32) for s in self.spans]))
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """[rows] where each row's sequence begins in `pages`, int32."""
+        """[rows] start of each row's sequence in `pages`, int32."""
         sizes = [len(span.kv.pages) for span in self.spans]
         begins = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int32)
         return torch.from_numpy(np.repeat(begins, [span.count for span in self.spans]))
@@ -115,7 +115,7 @@ class Packed:
 
     @cached_property
     def offset(self) -> torch.Tensor:
-        """[rows] its place within that page."""
+        """[rows] offset of each row within that page."""
         return torch.from_numpy(self.positions % PAGE)
 
 
@@ -127,18 +127,18 @@ class _Layer(NamedTuple):
 
 
 class PagedCache(Cache):
-    """The KV memory of all sequences: pages at fixed addresses, which sequences hold by number.
+    """The KV memory of all sequences: pages at fixed addresses, which sequences refer to by number.
 
-    On a CPU memory is taken by the system as pages are first written to, however many there are.
+    On a CPU, the system allocates a page's memory when it is first written to.
     """
 
     def __init__(self, pages: int = 1, like: PagedCache | None = None) -> None:
         """Allocate a number of pages.
 
         Args:
-            pages: How many.
-            like: A cache that a forward has written to, which has the layers' sizes; without it, the first forward
-                makes room.
+            pages: The number of pages.
+            like: A cache after a forward pass, which has the layers' sizes; without it, the first forward pass
+                allocates the memory.
         """
         super().__init__(layers=[])
         self._pages = pages
@@ -152,7 +152,7 @@ class PagedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a layer's new keys and values, which attention writes and reads next.
+        """Store a layer's new keys and values for attention, which writes them to pages.
 
         Args:
             key_states: [1, kv_heads, rows, head_dim].
@@ -165,14 +165,14 @@ class PagedCache(Cache):
         return key_states, value_states
 
     def take_new(self, key: torch.Tensor, window: int) -> _Layer:
-        """The layer whose keys these are, which `update` has just got.
+        """The layer whose new keys `update` has just received.
 
         Args:
-            key: They.
+            key: The keys.
             window: The most tokens that a row of this layer reads, itself included; 0 for all before it.
 
         Raises:
-            TypeError: They are another layer's, or were changed since; or the layer's window has changed.
+            TypeError: They belong to another layer or were changed since, or the layer's window has changed.
         """
         new, self._new = self._new, None
         if new is None or new[1] is not key:
@@ -190,17 +190,17 @@ class PagedCache(Cache):
 
     @property
     def window(self) -> int:
-        """The most tokens that a row reads in any layer, itself included; 0 where a layer reads all before it."""
+        """The most tokens that a row reads in any layer, itself included; 0 if a layer reads all tokens before it."""
         return max(self._windows.values(), default=0) if all(self._windows.values()) else 0
 
     def zero(self, page: int) -> None:
-        """Have zeros in a page."""
+        """Fill a page with zeros."""
         for layer in self._layers.values():
             for part in layer:
                 part[page].zero_()
 
     def of(self, kv: SequenceKv, tokens: int) -> list[torch.Tensor]:
-        """[tokens, kv_heads, features] keys and values of a sequence's first tokens, of one layer after the other."""
+        """[tokens, kv_heads, features] keys and values of a sequence's first tokens, layer by layer."""
         found = []
         for layer in self._layers.values():
             for part, slots in ((layer.keys, 3), (layer.values, 2)):
@@ -208,13 +208,13 @@ class PagedCache(Cache):
         return found
 
     def touch(self) -> None:
-        """Have all pages' memory taken now."""
+        """Allocate the memory of all pages now."""
         for layer in self._layers.values():
             for part in layer:
                 part.zero_()
 
     def release_from(self, page: int) -> None:
-        """Give the memory of all pages from this one on back to the system, on a CPU; nothing of them is kept."""
+        """Return the memory of all pages from this one on to the system, on a CPU; their contents are lost."""
         advice = getattr(mmap, "MADV_DONTNEED", None)
         if advice is None:
             return
@@ -228,7 +228,7 @@ class PagedCache(Cache):
 
     @property
     def page_bytes(self) -> Counter[torch.device]:
-        """Bytes of one page over all layers, on each device: a model's layers may lie on several."""
+        """Bytes of one page over all layers on each device, because layers may be on several."""
         sizes: Counter[torch.device] = Counter()
         for layer in self._layers.values():
             for part in layer:
@@ -236,5 +236,5 @@ class PagedCache(Cache):
         return sizes
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are given to each forward."""
+        """0: each forward pass receives its positions."""
         return 0

@@ -13,7 +13,7 @@ from deployments.model.model import Model, lay_out_for_few_rows
 from deployments.model.revision import revision_of
 from deployments.model.weights import SharedWeights
 
-BFLOAT16 = ("avx512_bf16", "amx_bf16", "arm_bf16")  # what torch calls a processor's instructions for it
+BFLOAT16 = ("avx512_bf16", "amx_bf16", "arm_bf16")  # torch's names of a processor's instructions for it
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +37,16 @@ def load(
         name: A repository id or a directory.
         revision: The repository's branch, tag or commit.
         dtype: `auto` for the checkpoint's own, else `float32`, `bfloat16` or `float16`.
-        device: Where it goes; a GPU where there is one, else the CPU.
-        device_map: Instead of `device`: how to spread it, as transformers takes it.
+        device: The device; by default a GPU if there is one, else the CPU.
+        device_map: Instead of `device`: how to spread the model, as in transformers.
         trust_remote_code: Run the repository's own code.
         context: A context shorter than the model's own, in tokens.
-        attention: `eager` or `sdpa`, which is faster; `auto` for what transformers takes.
-        batch_invariant: Give each sequence the same bits whatever shares its forwards.
-        share: Keep the weights in memory that other processes can map: `Model.shared`.
+        attention: `eager` or `sdpa`, which is faster; `auto` for transformers' default.
+        batch_invariant: Give each sequence the same bits whatever shares its forward passes.
+        share: Store the weights in memory that other processes can map: `Model.shared`.
 
     Raises:
-        OSError: There is no such repository or directory, or no memory to share.
+        OSError: The repository or directory does not exist, or there is no memory to share.
         UnsupportedModelError: The model cannot be batched exactly.
     """
     source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
@@ -69,7 +69,7 @@ def load(
             name,
         )
     shared = None
-    if share:  # while the module has no hooks, and its weights are where they will stay
+    if share:  # before the module gets hooks, while its weights are at their final place
         lay_out_for_few_rows(hf)
         shared = SharedWeights.of(hf.eval())
     return Model(hf, tokenizer, name, context, shared, revision_of(source, revision), batch_invariant)

@@ -1,4 +1,4 @@
-"""One copy of a model's weights: loaded, instrumented by nnsight, and probed for how its sequences may run."""
+"""One copy of a model's weights: loaded, instrumented by nnsight, and tested for how its sequences may run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deployments.places.points import Points
 NO_READERS: Readers = MappingProxyType({})
 
 if unmount is not None:
-    # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
+    # nnsight adds `.save` to every object in the process, which breaks other libraries' classes.
     unmount("save")
 
 
@@ -37,20 +37,20 @@ class Model:
     """A causal language model ready to be batched.
 
     Attributes:
-        name: What it was loaded from.
-        hf: The Hugging Face module; every forward goes through it whole.
+        name: The repository or directory that it was loaded from.
+        hf: The complete Hugging Face module, which every forward pass runs.
         nnsight: nnsight's view of the same modules.
         tokenizer: Its tokenizer.
         points: Its capture points.
-        context: The most tokens a sequence may have.
-        longest_token: The most characters one token stands for.
+        context: The most tokens of a sequence.
+        longest_token: The most characters of a token.
         eos: Token ids that end a text.
-        head: The path of the module that gives the logits.
-        packs: Whether sequences share a forward; others run one at a time.
-        batch_invariant: Whether a sequence has the same bits in any company.
-        shared: What other processes need to run it on the same weights, where they may.
-        revision: Which files it was loaded from, as `revision_of` says it.
-        unembedding: From a layer's output to logits.
+        head: The path of the module that returns the logits.
+        packs: Whether sequences share a forward pass; otherwise they run one at a time.
+        batch_invariant: Whether a sequence has the same bits beside any other sequences.
+        shared: The data with which other processes run it on the same weights; None if they may not.
+        revision: The identifier of its files from `revision_of`.
+        unembedding: Computes logits from a layer's output.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """The device of inputs."""
         return torch.device(self.hf.device)
 
     @property
@@ -101,7 +101,7 @@ class Model:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids go from 0 to below this."""
+        """Token ids are below this number."""
         return self.hf.get_input_embeddings().num_embeddings  # type: ignore[no-any-return]
 
     def forward(
@@ -115,18 +115,18 @@ class Model:
         every_logit: bool = False,
         readers: Readers = NO_READERS,
     ) -> torch.Tensor:
-        """Run tokens of many sequences, one after the other, through the Hugging Face module.
+        """Run tokens of many sequences, concatenated, through the Hugging Face module.
 
         Args:
             ids: Token ids of all rows.
-            spans: Whose rows they are; a single one where the model's sequences share no forward.
-            wanted: The rows whose logits are wanted.
-            cache: Where their keys and values lie.
-            places: What to visit.
-            visit: Called with each place and its value [rows, ...], of attention patterns a list of
-                [tokens, heads, keys] for each reader; may give what takes its place.
-            every_logit: Run the head over every row instead of those whose logits are wanted, for who reads its rows.
-            readers: Of each place of attention patterns, the spans that are visited.
+            spans: The sequences of these rows; a single one if the model's sequences do not share forward passes.
+            wanted: The rows whose logits are returned.
+            cache: The pages of their keys and values.
+            places: The places to visit.
+            visit: Called with each place and its value [rows, ...]; for attention patterns, a list of
+                [tokens, heads, keys] for each reader. May return a replacement.
+            every_logit: Run the head over all rows instead of the wanted ones, for readers of the head's rows.
+            readers: For each place of attention patterns, the spans that are visited.
 
         Returns:
             [wanted, vocabulary] logits.
@@ -146,7 +146,7 @@ class Model:
             else:
                 (span,) = spans
                 lone = span.kv.lone = span.kv.lone or DynamicCache()
-                _cut_back(lone, span.start)  # a forward that failed may have left more in some layers
+                _cut_back(lone, span.start)  # a failed forward pass may have left more in some layers
                 logits = self._visited(inputs | {"past_key_values": lone}, places, visit, readers)
         finally:
             self._wanted = None
@@ -155,7 +155,7 @@ class Model:
     def _visited(
         self, inputs: dict[str, Any], places: Sequence[Place], visit: Visit | None, readers: Readers
     ) -> torch.Tensor:
-        """One forward of the Hugging Face module, [1, rows or wanted, vocabulary]."""
+        """One forward pass of the Hugging Face module, [1, rows or wanted, vocabulary]."""
         call = functools.partial(self.hf, **inputs, use_cache=True)
         if not places:
             self._hooks.rest()
@@ -171,7 +171,7 @@ class Model:
         return self._hooks.visit(places, shaped, call, readers).logits  # type: ignore[no-any-return]
 
     def _narrow(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Narrow the head's input to the rows whose logits are wanted: those of all of a prompt's are many."""
+        """Narrow the head's input to the wanted rows: the logits of a whole prompt would take much memory."""
         if self._wanted is None:
             return None
         hidden = args[0]  # [1, rows, hidden]
@@ -186,11 +186,11 @@ def _cut_back(cache: DynamicCache, length: int) -> None:
 
 
 def lay_out_for_few_rows(hf: Any) -> None:
-    """Store float32 weights of linear layers by columns where they are on a CPU.
+    """Store float32 weights of linear layers on a CPU by columns.
 
-    MKL multiplies the few rows of a decode by such a matrix in four fifths of the time (32 rows; `benchmarks`),
-    and many rows in the same. Shapes, values and memory stay as they are. A weight that is the embedding's, too,
-    is left as it is, since its rows are looked up.
+    MKL then multiplies the few rows of a decode in four fifths of the time (32 rows; `benchmarks`), and many rows in
+    the same time. Shapes, values and memory do not change. A weight shared with the embedding is left unchanged,
+    because its rows are looked up.
     """
     embedding = hf.get_input_embeddings().weight
     for module in hf.modules():
@@ -201,7 +201,7 @@ def lay_out_for_few_rows(hf: Any) -> None:
 
 
 def _context(config: Any, asked: int | None) -> int:
-    """The most tokens of a sequence: the model's, or fewer where asked for."""
+    """The most tokens of a sequence: the model's context, or fewer if requested."""
     known = [length for length in (asked, getattr(config, "max_position_embeddings", None)) if length]
     if not known:
         raise UnsupportedModelError("the model's config states no context length, and none was asked for")
@@ -209,7 +209,7 @@ def _context(config: Any, asked: int | None) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         original = kind.get("original_max_position_embeddings")
-        # One row longer than that would turn the positions of all rows in its batch.
+        # A single longer row would change the rotary embedding of all rows in its batch.
         if kind.get("rope_type") == "longrope" and original and context > original:
             message = f"its rotary embedding changes beyond {original} tokens; load it with a context of {original}"
             raise UnsupportedModelError(message)

@@ -21,13 +21,13 @@ import torch
 SOURCE = Path(__file__).with_name("paged_attention.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
 KINDS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DHALF",)}
-TIMEOUT_S = 120  # of the compiler
+TIMEOUT_S = 120  # for the compiler
 
 logger = logging.getLogger(__name__)
 
 
 class Call(ctypes.Structure):
-    """What the kernel takes; `paged_attention.c` documents each field."""
+    """The kernel's arguments; `paged_attention.c` documents each field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "out", "sinks")),
@@ -45,13 +45,13 @@ def kernel(dtype: torch.dtype) -> Callable[[Any], int] | None:
     """The compiled function for keys and values of a dtype.
 
     Returns:
-        It, or None where this dtype has none or there is no compiler; attention is then torch's, and slower.
+        The function; None for another dtype or without a compiler. Attention then uses torch and is slower.
     """
     if dtype not in KINDS:
         return None
     try:
         function = ctypes.CDLL(str(_built(KINDS[dtype]))).paged_attention
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # pathlib's, where there is no home directory
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
         said = getattr(error, "stderr", None)
         logger.warning(
             "the attention kernel could not be compiled, so torch's slower operations are used: %s", said or error
@@ -65,7 +65,7 @@ def _built(flags: tuple[str, ...]) -> Path:
     """The library for this source, compiler and processor.
 
     Raises:
-        OSError: There is no compiler, or no place to write.
+        OSError: There is no compiler, or no directory to write to.
         subprocess.SubprocessError: The compiler failed.
     """
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
@@ -78,7 +78,7 @@ def _built(flags: tuple[str, ...]) -> Path:
     built = folder / f"attention-{name}.so"
     if not built.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # a second process replaces it by the same
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # a concurrent process replaces it by the same file
             made = Path(scratch) / "attention.so"
             command = [compiler, *FLAGS, *flags, "-o", str(made), str(SOURCE), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -87,7 +87,7 @@ def _built(flags: tuple[str, ...]) -> Path:
 
 
 def _processor() -> str:
-    """What a processor can do: a home directory may be shared by machines that differ."""
+    """The processor's features: machines that differ may share a home directory."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,4 +1,4 @@
-"""Tests a loaded model: may its sequences share a forward? A model that gives wrong results either way is refused."""
+"""Tests whether sequences of a loaded model may share a forward pass; rejects a model with wrong results either way."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' norm
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # relative to the logits' norm
 PROBE_LENGTHS = (9, 4, 6)  # of the prompts
-PROBE_WINDOW = 3  # tokens of an attention window meanwhile, fewer than the prompts have
-# Windows that architectures have in fields of their own: wider than a probe is long, they would not show.
+PROBE_WINDOW = 3  # tokens of an attention window during the test, fewer than in the prompts
+# Other fields with windows in some architectures: a probe shorter than the window would not reveal it.
 OTHER_WINDOWS = ("window_size", "attention_chunk_size", "keep_window_size", "sliding_window_size")
 
 
@@ -23,7 +23,7 @@ class UnsupportedModelError(ValueError):
 
 
 class Model(Protocol):
-    """What the search needs of a model. `model.py` has more."""
+    """The part of a model that the test needs; see `model.py`."""
 
     hf: Any
     config: Any
@@ -32,7 +32,7 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go in."""
+        """The device of token ids."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,20 +40,20 @@ class Model(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model has."""
+        """The number of token ids."""
 
     def forward(self, ids: list[int], spans: list[TokenSpan], wanted: list[int], cache: PagedCache) -> torch.Tensor:
-        """Run packed tokens; logits `[wanted, vocabulary]` of the wanted rows."""
+        """Run packed tokens; returns logits `[wanted, vocabulary]` of the wanted rows."""
 
 
 @torch.inference_mode()
 def find_packing(model: Model) -> None:
-    """Set whether a model's sequences share forwards: where that gives each what a plain forward gives it alone.
+    """Set whether a model's sequences share forward passes: if each then has the result of a plain forward pass alone.
 
     Others run one at a time through transformers' own cache.
 
     Raises:
-        UnsupportedModelError: That does not give it either.
+        UnsupportedModelError: That gives wrong results, too.
     """
     if model.hf._is_stateful:
         reason = "its layers keep a recurrent or compressed state, which cannot be paged or cut back"
@@ -69,13 +69,13 @@ def find_packing(model: Model) -> None:
 
 
 def _failure(model: Model) -> str | None:
-    """What is wrong with running prompts as the engine would; None where there is nothing."""
+    """Why prompts cannot run as in the engine; None if they can."""
     prompts = [[(7 * i + 3 * n) % model.vocabulary for i in range(n)] for n in PROBE_LENGTHS]
     alone = [_alone(model, prompt) for prompt in prompts]
     try:
         together = _together(model, prompts) if model.packs else [_in_pieces(model, prompt) for prompt in prompts]
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-        return f"{type(error).__name__}: {error}"  # architectures refuse what they do not take in ways of their own
+        return f"{type(error).__name__}: {error}"  # architectures reject unsupported arguments with various errors
     worst = max(relative_error(a, b) for a, b in zip(together, alone, strict=True))
     if worst <= TOLERANCE.get(model.dtype, 1e-1):
         return None
@@ -83,13 +83,13 @@ def _failure(model: Model) -> str | None:
 
 
 def _alone(model: Model, prompt: list[int]) -> torch.Tensor:
-    """[vocabulary] logits of the prompt's last token in a plain forward."""
+    """[vocabulary] logits of the prompt's last token in a plain forward pass."""
     ids = torch.tensor([prompt], device=model.device)
     return model.hf(input_ids=ids, use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
 
 
 def _together(model: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """[vocabulary] the same of each, after a forward of some pieces and one of the rest beside single tokens."""
+    """[vocabulary] the same of each, after one forward pass of some pieces and one of the rest and single tokens."""
     cache = PagedCache(len(prompts))
     held = [SequenceKv([number]) for number in range(len(prompts))]
     assert max(map(len, prompts)) <= PAGE
@@ -103,7 +103,7 @@ def _together(model: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
 
 
 def _in_pieces(model: Model, prompt: list[int]) -> torch.Tensor:
-    """[vocabulary] the same of one, in three pieces, the last a single token."""
+    """[vocabulary] the same of one prompt in three pieces, the last of which is a single token."""
     kv, cuts = SequenceKv(), (0, 2, len(prompt) - 1, len(prompt))
     for start, stop in zip(cuts, cuts[1:], strict=False):
         logits = model.forward(
@@ -113,20 +113,20 @@ def _in_pieces(model: Model, prompt: list[int]) -> torch.Tensor:
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How far a is from b, as a part of b's norm."""
+    """The distance of a from b, relative to b's norm."""
     return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9))
 
 
 def unknown_window(config: Any) -> str | None:
-    """The field in which a config states an attention window of another kind; None where there is none."""
+    """The field of a config with an attention window of another kind; None if there is none."""
     return next((field for field in OTHER_WINDOWS if getattr(config, field, None)), None)
 
 
 @contextmanager
 def windows_of(length: int, model: nn.Module) -> Iterator[None]:
-    """While open, a model's windows are so many tokens: then a few tokens show whether it has them.
+    """Set a model's windows to `length` tokens in this context: a few tokens then show whether it has them.
 
-    Some configs state a window that their model does not have. Modules may hold a copy of their config's.
+    Some configs state a window that their model does not have. Modules may have copied their config's value.
     """
     holders = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None)) if one}
     stated = [

@@ -9,14 +9,14 @@ from pathlib import Path
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 logger = logging.getLogger(__name__)
-# Files of a directory that determine a model's answers; not those of its training, such as `training_args.bin`.
+# Files of a directory that determine a model's answers; not those of training, such as `training_args.bin`.
 FILES = (
     *("*.safetensors", "pytorch_model*.bin", "*.index.json", "config.json", "generation_config.json", "*.py"),
     *("tokenizer*", "vocab*", "merges*", "*.model", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "additional_chat_templates/*.jinja"),
 )
 PIECE_BYTES = 64 << 10
-PIECES = 256  # of one file; files no larger than these together are read whole
+PIECES = 256  # of one file; files up to their total size are read completely
 
 
 def revision_of(source: str, asked: str | None = None) -> str | None:
@@ -27,9 +27,9 @@ def revision_of(source: str, asked: str | None = None) -> str | None:
         asked: The requested branch, tag or commit of the repository, if any.
 
     Returns:
-        The commit of a repository, 40 hex digits. Of a directory `sha256:` and a digest: of the names and sizes of
-        what fits `FILES`, and of their bytes; of a file of more than 16 MiB 256 pieces count, evenly spread. None
-        where the files cannot be read any more.
+        The commit of a repository, 40 hex digits. For a directory, `sha256:` and a digest of the names, sizes and bytes
+        of the files that match `FILES`; for a file of more than 16 MiB, of 256 evenly spread pieces. None if the files
+        can no longer be read.
     """
     try:
         if Path(source).is_dir():

@@ -1,4 +1,4 @@
-"""From a layer's output to logits, by the model's own modules after its layers."""
+"""Computes logits from a layer's output with the model's own modules after its layers."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from deployments.model.packing import TOLERANCE, relative_error
 from deployments.places.points import Points
 from deployments.places.watching import first_tensor, with_first
 
-PROBE_IDS = [[5, 3, 8, 1, 13], [2, 9, 4, 7, 6]]  # of the texts with which it is tried
+PROBE_IDS = [[5, 3, 8, 1, 13], [2, 9, 4, 7, 6]]  # of the test texts
 
 
 class Unembedding:
-    """Gives rows of the residual stream to whatever a model has after its last layer.
+    """Passes rows of the residual stream through the modules after a model's last layer.
 
-    That is the Hugging Face module's own forward, in which one module stands for all layers and gives these rows. So
-    the final norm, a projection after it, the head, its scale and its soft-cap come as in any other forward.
+    It runs the Hugging Face module's own forward pass with one module in place of all layers, which returns these rows.
+    The final norm, a projection after it, the head, its scale and its soft-cap are therefore those of the model.
 
     Attributes:
-        refusal: Why the model has none; None where it has one.
-        vocabulary: Logits of each row.
-        device: Where rows are best.
+        refusal: Why the model does not support it; None if it does.
+        vocabulary: The number of logits of each row.
+        device: The preferred device of rows.
     """
 
     @torch.inference_mode()
     def __init__(self, hf: Any, points: Points) -> None:
-        """Try it with what the last layer gives, whose logits are known.
+        """Test it with the last layer's output, whose logits are known.
 
         Args:
             hf: A Hugging Face causal language model.
-            points: Its points.
+            points: The model's points.
         """
         self._hf = hf
         self._stem, _, self._name = points.layers.rpartition(".")
         self.vocabulary: int = hf.get_output_embeddings().out_features
         pad = hf.config.get_text_config().pad_token_id
-        self._id = 0 if pad != 0 else 1  # of the token that stands in each row's place; models warn of padding
+        self._id = 0 if pad != 0 else 1  # the token of each row; models warn about padding
         self.device = torch.device(hf.device)
-        self._given: Any = None  # by a layer: a tensor, or a tuple that begins with one
+        self._given: Any = None  # a layer's output: a tensor, or a tuple that starts with one
         self.refusal = self._failure(points)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the model would say if its last layer gave these rows.
+        """The model's logits if its last layer returned these rows.
 
         Args:
             rows: [rows, hidden], on any device.
@@ -64,7 +64,7 @@ class Unembedding:
             stem._modules[self._name] = layers
 
     def _failure(self, points: Points) -> str | None:
-        """Try it; what is wrong, or None where there is nothing."""
+        """Test it; returns what is wrong, or None."""
         try:
             outputs = points.named("layers.*.output", "logit_lens.layers")
         except RequestError as refused:
@@ -77,7 +77,7 @@ class Unembedding:
         def keep(_: Any, args: tuple[Any, ...], output: Any) -> None:
             tensor = first_tensor(output)
             assert tensor is not None  # it is a point
-            kept.append(tensor.flatten(0, 1).clone())  # others may write into it afterwards
+            kept.append(tensor.flatten(0, 1).clone())  # other modules may overwrite it
             self._given, self.device = with_first(output, torch.empty(0)), tensor.device
 
         hook = self._hf.get_submodule(outputs[-1].place.module).register_forward_hook(keep)
@@ -88,7 +88,7 @@ class Unembedding:
         try:
             got = self.logits(kept[0])
         except torch.OutOfMemoryError:
-            raise  # says nothing of the model
+            raise  # not the model's fault
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
             return f"its layers cannot be left out of a forward: {type(error).__name__}: {error}"
         worst = relative_error(got, wanted)
@@ -98,7 +98,7 @@ class Unembedding:
 
 
 class _Layers(nn.Module):
-    """Stands for all layers of a model and gives one value, whatever comes in."""
+    """Replaces all layers of a model and returns one value for any input."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()

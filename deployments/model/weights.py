@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-ALIGNMENT = 64  # bytes, as torch's own allocator on a CPU
-F_SEAL_FUTURE_WRITE = 0x10  # of Linux 5.1; Python's fcntl does not name it
+ALIGNMENT = 64  # bytes, as in torch's allocator on a CPU
+F_SEAL_FUTURE_WRITE = 0x10  # from Linux 5.1; missing in Python's fcntl
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """Where one tensor lies: at an offset of the file, or, by its pickled IPC handle, on a GPU."""
+    """The storage of one tensor: an offset in the file or, on a GPU, a pickled IPC handle."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,16 +30,16 @@ class _TensorPlace:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """A module without its tensors, and where these lie.
+    """A module without its tensors, and the storage of these.
 
-    Another process maps them copy on write: it sees the module's weights without a copy, and what it writes into them
-    stays its own. On a GPU there is no such mapping: it writes into the weights themselves.
+    Another process maps them copy on write: it reads the module's weights without a copy, and its writes stay private.
+    A GPU has no such mapping: writes change the weights themselves.
 
     Attributes:
         fd: An anonymous file in memory with all tensors of the CPU, sealed against later writers.
         size: Its length in bytes.
-        parts: Where each tensor lies.
-        skeleton: The pickled module, in which tensors are numbers of parts.
+        parts: The storage of each tensor.
+        skeleton: The pickled module, with tensors as indices of parts.
     """
 
     fd: int
@@ -49,14 +49,14 @@ class SharedWeights:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> SharedWeights:
-        """Move a module's tensors into memory that others can map; the module goes on with them there.
+        """Move a module's tensors into memory that others can map; the module continues to use them there.
 
         Args:
-            module: Without hooks of this process: they would be pickled.
+            module: The module without hooks of this process, which would be pickled.
 
         Raises:
             OSError: There is no memory for it.
-            ValueError: It holds what no other process can have, as modules do that are spread over devices.
+            ValueError: It has something that other processes cannot use, such as modules spread over devices.
         """
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
@@ -82,18 +82,18 @@ class SharedWeights:
         return any(part.handle is not None for part in self.parts)
 
     def mapped(self, fd: int) -> torch.UntypedStorage:
-        """The tensors of the CPU in another process, copied where it writes.
+        """Map the CPU's tensors in another process, copy on write.
 
         Args:
-            fd: The file, as that process has it.
+            fd: The file's descriptor in that process.
         """
         return _mapped(fd, self.size, shared=False)
 
     def module(self, storage: torch.UntypedStorage) -> Any:
-        """The module in another process, on the same weights, ready to be differentiated.
+        """The module in another process, on the same weights, ready for gradients.
 
         Args:
-            storage: The tensors of the CPU, as `mapped` gives them.
+            storage: The result of `mapped`.
         """
         return _Unpickler(io.BytesIO(self.skeleton), self.parts, storage).load()
 
@@ -109,7 +109,7 @@ def _move(tensor: torch.Tensor, offset: int, storage: torch.UntypedStorage) -> _
         handle = pickle.dumps(reduce_tensor(tensor.detach()))  # type: ignore[no-untyped-call]
         return _TensorPlace(tensor.dtype, shape, tensor.stride(), handle=handle)
     span = 1 + sum((length - 1) * step for length, step in zip(shape, tensor.stride(), strict=True))
-    dense = tensor if span == tensor.numel() else tensor.contiguous()  # else it has gaps, or shows one number twice
+    dense = tensor if span == tensor.numel() else tensor.contiguous()  # otherwise it has gaps or overlaps
     part = _TensorPlace(tensor.dtype, shape, dense.stride(), offset)
     moved = _at(part, storage)
     moved.copy_(tensor.detach())
@@ -123,7 +123,7 @@ def _at(part: _TensorPlace, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a tensor as its number, in the order in which they come, and whether it is a parameter."""
+    """Pickles a tensor as its index in order of occurrence, and whether it is a parameter."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=4)
@@ -131,7 +131,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[torch.Tensor] = []
 
     def persistent_id(self, value: Any) -> tuple[int, bool] | None:
-        """Of a tensor; None for anything else, which is written as it is."""
+        """The id of a tensor; None for other objects, which are pickled as usual."""
         if not isinstance(value, torch.Tensor):
             return None
         if id(value) not in self._numbers:
@@ -141,7 +141,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what this project's own replica has written."""
+    """Unpickles modules that this project's replica has written."""
 
     def __init__(self, file: io.BytesIO, parts: tuple[_TensorPlace, ...], storage: torch.UntypedStorage) -> None:
         super().__init__(file)
@@ -150,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
         self._found: dict[int, torch.Tensor] = {}  # so that tied weights stay tied
 
     def persistent_load(self, pid: tuple[int, bool]) -> torch.Tensor:
-        """The tensor of a number."""
+        """The tensor of an index."""
         number, is_parameter = pid
         if number not in self._found:
             tensor = self._tensor(self._parts[number])
@@ -162,5 +162,5 @@ class _Unpickler(pickle.Unpickler):
     def _tensor(self, part: _TensorPlace) -> torch.Tensor:
         if part.handle is None:
             return _at(part, self._storage)
-        rebuild, args = pickle.loads(part.handle)  # noqa: S301 - the replica's own
+        rebuild, args = pickle.loads(part.handle)  # noqa: S301 - written by the replica
         return rebuild(*args)  # type: ignore[no-any-return]

@@ -15,11 +15,11 @@ from deployments.errors import LoadError
 from deployments.model_files.gguf_tokenizers import tokenizer_of
 from deployments.model_files.made_once import made_once
 
-CACHE_FOLDER = ".gguf"  # in the directory of models; no client can name a model that begins with a dot
+CACHE_FOLDER = ".gguf"  # in the directory of models; clients cannot name models that start with a dot
 GGUF_NEEDED = "reading a GGUF file needs the package gguf: pip install -c constraints.txt gguf"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]  # of a text, a turn, a message
-MAX_ARRAY = 1000  # of an array of metadata: what has more is the vocabulary's
+ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]  # end tokens of a text, a turn, a message
+MAX_ARRAY = 1000  # of an array of metadata; larger ones belong to the vocabulary
 README_TEXT = """# {name}
 
 Converted from the GGUF file `{file}`, sha256 {digest}.
@@ -29,18 +29,18 @@ Licence: {license}. The file's tensors are {types}; the weights here are their v
 
 
 def kept(file: Path, models_dir: Path) -> Path:
-    """The directory that a GGUF file is converted to, once for each content and name.
+    """The directory of a converted GGUF file; each content and name is converted once.
 
-    The content counts, by all its bytes: reading them takes less than loading the weights, and neither a copy nor a
-    change goes unseen.
+    The content is identified by all its bytes: reading them takes less time than loading the weights, and detects
+    copies and changes.
 
     Args:
         file: The file.
-        models_dir: Below it the directory is kept, as `.gguf/NAME-DIGEST`.
+        models_dir: The parent of the directory `.gguf/NAME-DIGEST`.
 
     Raises:
-        LoadError: The package gguf is missing, or the file is none that transformers reads.
-        OSError: The disk refuses.
+        LoadError: The package gguf is missing, or transformers cannot read the file.
+        OSError: The disk fails.
     """
     digest = sha256(file)
     directory = models_dir / CACHE_FOLDER / f"{file.stem}-{digest[:16]}"
@@ -48,10 +48,10 @@ def kept(file: Path, models_dir: Path) -> Path:
 
 
 def check_installed() -> None:
-    """Refuse where the package gguf is missing.
+    """Check that the package gguf is installed.
 
     Raises:
-        LoadError: With the command that installs it.
+        LoadError: It is not; the message has the command that installs it.
     """
     if importlib.util.find_spec("gguf") is None:
         raise LoadError(GGUF_NEEDED, "model_id", "unsupported_model")
@@ -64,9 +64,9 @@ def sha256(file: Path) -> str:
 
 
 def convert(file: Path, into: Path, digest: str) -> None:
-    """Write a GGUF file as a Hugging Face directory, its progress to stderr.
+    """Convert a GGUF file to a Hugging Face directory; shows progress on stderr.
 
-    Weights of blocks are dequantized and rounded to bfloat16 once; a file of floats keeps its dtype and values.
+    Quantized weights are dequantized and rounded to bfloat16 once; a file of floats keeps its dtype and values.
 
     Args:
         file: The file.
@@ -74,8 +74,8 @@ def convert(file: Path, into: Path, digest: str) -> None:
         digest: The file's sha256.
 
     Raises:
-        LoadError: The package gguf is missing; the file is no GGUF file, or transformers does not read all of it.
-        OSError: The disk refuses.
+        LoadError: The package gguf is missing, the file is not a GGUF file, or transformers cannot read all of it.
+        OSError: The disk fails.
     """
     check_installed()
     with file.open("rb") as opened:
@@ -90,7 +90,7 @@ def convert(file: Path, into: Path, digest: str) -> None:
         tokenizer = tokenizer_of(file, facts, getattr(model.config, "max_position_embeddings", None))
     except (LoadError, OSError):
         raise
-    except Exception as error:  # a truncated or foreign file makes the readers raise anything
+    except Exception as error:  # a truncated or foreign file can raise any error in the readers
         raise _refused(file, f"transformers cannot read it: {error}") from error
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
@@ -98,15 +98,15 @@ def convert(file: Path, into: Path, digest: str) -> None:
 
 
 def _model(file: Path, tensors: list[Any], facts: dict[str, Any]) -> Any:
-    """The model with plain weights, on the CPU."""
+    """The model with dequantized weights, on the CPU."""
     _check_rotary(file, tensors, facts)
     loads: Any = AutoModelForCausalLM
     model, info = loads.from_pretrained(
         file.parent,
         gguf_file=file.name,
-        quantization_config=GgufConfig(dequantize=True),  # else a model that refuses to be saved
+        quantization_config=GgufConfig(dequantize=True),  # otherwise the model cannot be saved
         dtype=_dtype(tensors),
-        ignore_mismatched_sizes=True,  # refused here, with a name
+        ignore_mismatched_sizes=True,  # rejected below, with the tensor's name
         output_loading_info=True,
         local_files_only=True,
     )
@@ -120,13 +120,13 @@ def _model(file: Path, tensors: list[Any], facts: dict[str, Any]) -> Any:
 
 
 def _dtype(tensors: list[Any]) -> torch.dtype:
-    """The narrowest of the file's dtypes, or bfloat16 where some tensors are of blocks."""
+    """The narrowest of the file's dtypes, or bfloat16 if some tensors are quantized."""
     types = {tensor.tensor_type.name for tensor in tensors}
     return next((dtype for name, dtype in FLOATS.items() if types <= FLOATS.keys() and name in types), torch.bfloat16)
 
 
 def _check_rotary(file: Path, tensors: list[Any], facts: dict[str, Any]) -> None:
-    """Refuse a scaled rotary embedding, which transformers leaves out without a word."""
+    """Reject a scaled rotary embedding, which transformers silently ignores."""
     architecture = facts["general.architecture"]
     scaling = facts.get(f"{architecture}.rope.scaling.type", "none")
     factors = [tensor for tensor in tensors if tensor.name.startswith("rope_") and (tensor.data != 1).any()]
@@ -138,14 +138,14 @@ def _check_rotary(file: Path, tensors: list[Any], facts: dict[str, Any]) -> None
 
 
 def _check_whole(file: Path, tensors: list[Any], model: Any) -> None:
-    """Refuse a file with weights that the model has no place for: transformers leaves them out without a word."""
+    """Reject a file with weights that do not fit the model, which transformers silently ignores."""
     layers, tied = model.config.num_hidden_layers, getattr(model.config, "tie_word_embeddings", False)
     values = sum(
         int(tensor.n_elements)
         for tensor in tensors
         if not tensor.name.startswith("rope_")
         and not (tied and tensor.name == "output.weight")
-        and not (tensor.name.startswith("blk.") and int(tensor.name.split(".")[1]) >= layers)  # to draft tokens by
+        and not (tensor.name.startswith("blk.") and int(tensor.name.split(".")[1]) >= layers)  # for draft tokens
     )
     taken = sum(
         weight.numel() for weight in {weight.data_ptr(): weight for weight in model.state_dict().values()}.values()

@@ -10,16 +10,16 @@ from transformers import AutoTokenizer
 
 from deployments.errors import LoadError
 
-# How a byte-level vocabulary's text is split before it is merged, by `tokenizer.ggml.pre`, where transformers leaves it
-# at GPT-2's expression: each digit by itself before that, or that alone. As in llama.cpp's `src/llama-vocab.cpp`.
+# How the text of a byte-level vocabulary is split before merging, by `tokenizer.ggml.pre`, if transformers uses only
+# GPT-2's expression: each digit separately before it, or instead of it. As in llama.cpp's `src/llama-vocab.cpp`.
 DIGITS = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
 GPT2 = {"exaone4", "gpt-2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe", "trillion"}
-# Which vocabularies begin every text with a token and look up whole words first, again as there.
+# Vocabularies that start every text with a token and look up whole words first, as in the same file.
 LLAMA3 = {"falcon3", "llama-bpe", "llama-v3", "llama3", "tekken"}
 
 
 def tokenizer_of(file: Path, facts: dict[str, Any], context: int | None) -> Any:
-    """The tokenizer of a GGUF file, which splits text as the model's own does.
+    """The tokenizer of a GGUF file, which splits text like the model's own.
 
     Args:
         file: The file.
@@ -27,7 +27,7 @@ def tokenizer_of(file: Path, facts: dict[str, Any], context: int | None) -> Any:
         context: The most tokens of a text.
 
     Raises:
-        LoadError: It splits text in a way that is not known here.
+        LoadError: Its way of splitting text is unknown.
     """
     pre = facts.get("tokenizer.ggml.pre")
     begun = {"add_bos_token": True} if pre in LLAMA3 and "tokenizer.ggml.add_bos_token" not in facts else {}

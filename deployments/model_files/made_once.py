@@ -1,4 +1,4 @@
-"""Directories that take long to make: made once, and complete if they exist."""
+"""Directories that take long to create: created once, and complete if they exist."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """A directory that is made if it is missing, by one process only, and never left incomplete.
+    """Create a directory if it is missing, in one process only, and never leave it incomplete.
 
     Args:
-        directory: Where it will be.
-        make: Fills the empty directory that it gets; this is renamed to `directory` when it is complete.
+        directory: The directory's path.
+        make: Fills an empty directory, which is then renamed to `directory`.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk fails.
     """
     if directory.is_dir():
         return directory
@@ -27,9 +27,9 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
     with (folder / f".{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, however this process ends
         if not directory.is_dir():
-            shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
             unfinished.mkdir()
-            unfinished.chmod(stat.S_IMODE(folder.stat().st_mode))  # whatever the umask
+            unfinished.chmod(stat.S_IMODE(folder.stat().st_mode))  # independent of the umask
             try:
                 make(unfinished)
                 unfinished.rename(directory)

@@ -10,27 +10,27 @@ from deployments.options import DEMO, GGUF, SMOLLM2, default_models_dir
 
 
 def source(model: str, models_dir: str | None = None) -> str:
-    """The directory or repository that a model's name means, on the machine that loads it.
+    """The directory or repository of a model's name, on the machine that loads it.
 
     In this order: `vitrine-demo`, the model that ships; the absolute path of a directory, or of a GGUF file, which is
-    converted to a directory where it was not before; a directory in `models_dir`; a repository of the hub.
+    converted to a directory if needed; a directory in `models_dir`; a repository of the hub.
 
     Args:
-        model: The name, as the option `model` takes it.
-        models_dir: Where models lie that are named without their path; by default `$VITRINE_HOME/models`.
+        model: The value of the option `model`.
+        models_dir: The directory of models that are named without a path; by default `$VITRINE_HOME/models`.
 
     Raises:
-        LoadError: It means nothing here, or the GGUF file cannot be converted.
+        LoadError: There is no such model here, or the GGUF file cannot be converted.
     """
     place = located(model, models_dir)
     return _converted(place) if isinstance(place, Path) and place.suffix == GGUF else str(place)
 
 
 def located(model: str, models_dir: str | None = None) -> Path | str:
-    """The directory, GGUF file or repository that a name means; nothing is converted. Arguments as for `source`.
+    """The directory, GGUF file or repository of a name, without conversion. Arguments as for `source`.
 
     Raises:
-        LoadError: It means nothing here.
+        LoadError: There is no such model here.
     """
     if model == DEMO:
         return WEIGHTS
@@ -41,7 +41,7 @@ def located(model: str, models_dir: str | None = None) -> Path | str:
         raise LoadError(message, "model_id", "model_not_found", 404)
     given = Path(model).expanduser()
     if given.is_dir() and not given.is_absolute():
-        # A client's name may be that of a directory here by chance; an operator cannot know where a replica runs.
+        # A client's name may match a local directory by chance; an operator cannot know where a replica runs.
         message = f"{model!r} is a directory on the replica's machine: give its absolute path"
         raise LoadError(message, "model_id", "model_not_found", 404)
     if given.is_dir():

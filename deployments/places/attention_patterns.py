@@ -1,8 +1,8 @@
 """Attention patterns of models whose attention is torch's `scaled_dot_product_attention`, which returns none.
 
 transformers looks its attention functions up by name in a registry. The function registered here as `sdpa` calls
-transformers' own, and computes patterns from the same queries, keys and mask only for modules and rows that `showing`
-names. It keeps the name, since models make masks and choose code by it.
+transformers' own, and computes patterns from the same queries, keys and mask only for the modules and rows of
+`showing`. It keeps the name, because models make masks and choose code by it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sdpa_with_patterns(
     Arguments are as for `patterns_of` and transformers; `value` is [batch, key heads, keys, value_dim].
     """
     output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    rows = module.__dict__.get(ROWS)  # an attribute that is missing would cost a search of torch's
+    rows = module.__dict__.get(ROWS)  # a missing attribute would cost a search in torch
     if rows is None:
         return output, weights
     causal = options.get("is_causal")
@@ -52,7 +52,7 @@ AttentionInterface.register("sdpa", sdpa_with_patterns)
 
 @contextmanager
 def showing(rows: Mapping[torch.nn.Module, Sequence[int]]) -> Iterator[None]:
-    """While open, attention modules give the patterns of these rows, ascending, where they can be recomputed."""
+    """Make attention modules return the patterns of these rows, ascending, if they can be recomputed."""
     for module, of_module in rows.items():
         setattr(module, ROWS, of_module)
     try:
@@ -64,7 +64,7 @@ def showing(rows: Mapping[torch.nn.Module, Sequence[int]]) -> Iterator[None]:
 
 @contextmanager
 def eagerly(model: torch.nn.Module) -> Iterator[None]:
-    """While open, a model whose attention is `sdpa` computes it eagerly."""
+    """Make a model whose attention is `sdpa` use eager attention in this context."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     changed = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == "sdpa"]
     try:
@@ -90,9 +90,9 @@ def patterns_of(
         query: [rows, heads, tokens, head_dim].
         key: [rows, key heads, keys, head_dim].
         mask: [rows or 1, heads or 1, tokens, keys], True where a key is read, or what is added to logits.
-        scaling: Of the products; the root of head_dim by default.
-        softcap: Bounds the products by its tanh.
-        sinks: [heads] logits that take weight beside the keys'.
+        scaling: The factor of the products; by default one over the root of head_dim.
+        softcap: Limits the products by tanh.
+        sinks: [heads] logits that take weight without a value.
 
     Returns:
         [rows, heads, tokens, keys].

@@ -1,4 +1,4 @@
-"""A place of a model, and a point: a place by the name that requests use."""
+"""A place of a model, and a point: a place with the name that requests use."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Layout = Literal["batched", "flat", "patterns"]
 
 @dataclass(frozen=True)
 class Place:
-    """One side of one module, as a forward showed it."""
+    """One side of one module, as observed in a forward pass."""
 
     module: str  # its path in the Hugging Face model
     side: Side
-    order: int  # its turn in a forward; places are read in this order
+    order: int  # its order in a forward pass; places are read in this order
     layout: Layout
-    shape: tuple[int, ...]  # one token's; of patterns (heads,), after which an axis grows with the token's position
+    shape: tuple[int, ...]  # one token's; for patterns (heads,), after which an axis grows with the token's position
     dtype: torch.dtype
-    # The layer to whose input the value is added, where the place is their sum: the residual stream between attention
-    # and MLP, which no module reads or gives for others to change.
+    # The layer to whose input the value is added, if the place is their sum: the residual stream between attention and
+    # MLP, which is neither input nor output of a module.
     stream: str | None = None
 
     @property
@@ -35,15 +35,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Point:
-    """A name a user may capture by, and the place it means."""
+    """A name of a place in requests, and the place."""
 
     name: str  # wildcards and negative indices are resolved
     place: Place
-    shape: tuple[int, ...]  # one token's; the place's own, but for `attention.heads`, [heads, head_dim]
+    shape: tuple[int, ...]  # one token's; the place's own except for `attention.heads`, [heads, head_dim]
 
     @property
     def module(self) -> str:
-        """The place in the model's own words, `model.layers.8.self_attn.output`."""
+        """The place in the model's own names, `model.layers.8.self_attn.output`."""
         if self.place.stream:
             return f"{self.place.stream}.resid_mid"
         return f"{self.place.module}.{self.place.side}"

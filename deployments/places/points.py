@@ -35,10 +35,10 @@ MAX_POINTS = 4096
 
 
 class Points:
-    """Every capture point of one model, and the names they go by."""
+    """All capture points of one model, and their names."""
 
     def __init__(self, model: Any, places: Iterable[Place], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:
-        """Name a model's places; `seen` of one forward, (module path, side) -> value, checks the norms' names."""
+        """Name a model's places; `seen`, (module path, side) -> value of one forward pass, checks the norms' names."""
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
         self.layers = find_layers(model, modules)
@@ -49,7 +49,7 @@ class Points:
         self._places = {
             f"{place.module}.{place.side}": place
             for place in places
-            if not place.grows or place.module in attentions  # some layers give their attention's on
+            if not place.grows or place.module in attentions  # some layers pass their attention's patterns on
         }
         self._attention = model.config.get_text_config()._attn_implementation
         self._heads = head_shape(model)
@@ -59,9 +59,9 @@ class Points:
     @classmethod
     @torch.inference_mode()
     def learn(cls, model: Any) -> Points:
-        """Run small forwards and note what each module reads and gives.
+        """Run small forward passes and observe each module's input and output.
 
-        Attention patterns that are recomputed are compared with those of eager attention.
+        Recomputed attention patterns are compared with those of eager attention.
         """
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.arange(1, 11, device=model.device).view(2, 5) % vocabulary
@@ -79,7 +79,7 @@ class Points:
         return cls(model, places, seen)
 
     def __iter__(self) -> Iterator[Point]:
-        """All points, canonical names first where a place has one, in the order a forward reaches them."""
+        """All points, canonical names first, in the order of execution."""
         names: dict[Place, str] = {}
         for name in self._canonical_names():
             point = self._lookup(name)
@@ -89,7 +89,7 @@ class Points:
             yield Point(names.get(place, path), place, place.shape)
 
     def more(self) -> Iterator[Point]:
-        """Points beside those of `iter`: `attention.heads`, another view of one of them, and `resid_mid`, of none."""
+        """Points beside those of `iter`: `attention.heads`, a view of one, and `resid_mid`, which is no module's."""
         for layer in range(self.layer_count):
             for site in ("attention.heads", "resid_mid"):
                 if point := self._lookup(f"layers.{layer}.{site}"):
@@ -98,8 +98,8 @@ class Points:
     def _find_streams(self, seen: Mapping[tuple[str, Side], torch.Tensor]) -> Iterator[tuple[str, Place]]:
         """`layers.{i}.resid_mid` of the layers that have it.
 
-        It is the sum of the layer's input and what a module inside gives, attention or a norm after it, and what the
-        MLP or the norm before it reads. Parallel blocks have no such sum.
+        It is the sum of the layer's input and the output of attention or a norm after it, and the input of the MLP or
+        the norm before it. Parallel blocks have no such sum.
         """
         order = {key: i for i, key in enumerate(seen)}
         for i in range(self.layer_count):
@@ -118,7 +118,7 @@ class Points:
                     break
 
     def name(self, savepoints: Iterable[Savepoint]) -> None:
-        """Take savepoints: points with names of their own, which are the default ones from now on.
+        """Add savepoints: points with names of their own, which are the default ones from now on.
 
         RequestError if a selector is not one point of this model, or a name cannot be one.
         """
@@ -133,7 +133,7 @@ class Points:
             self._savepoints[savepoint.name] = replace(point, name=savepoint.name)
 
     def resolve(self, capture: Capture) -> tuple[Point, ...]:
-        """The points a request means, in the order in which a forward reaches them.
+        """The points of a request, in the order of execution.
 
         RequestError, which names the field, if there is no such name or layer.
         """
@@ -160,12 +160,12 @@ class Points:
         return tuple(sorted(found.values(), key=lambda point: point.place.order))
 
     def named(self, pattern: str, field: str) -> list[Point]:
-        """The points that one name means, of which a `*` makes several, to change what is there.
+        """The points of one name to change, several if it has a `*`.
 
-        RequestError, which names the field, if it is nothing, or what nothing further on reads.
+        RequestError, which names the field, if there is no such point, or if no later module reads it.
         """
         names = self._expand(pattern, field)
-        if re.search(r"att\w*\.weights$", pattern):  # also where they cannot be captured
+        if re.search(r"att\w*\.weights$", pattern):  # even if they cannot be captured
             self._refuse_change(pattern, field)
         found = [self._lookup(name) or self._refuse(name, field) for name in names]
         for point in found:
@@ -174,7 +174,7 @@ class Points:
         return found
 
     def _patterns(self, capture: Capture) -> Iterator[tuple[str, str]]:
-        """(field, pattern) of everything the request names, or the defaults where it names nothing."""
+        """(field, pattern) of everything that the request names, or of the defaults."""
         for i, pattern in enumerate(capture.points or ()):
             yield f"capture.points[{i}]", pattern
         if capture.layers is None and capture.sites is None:
@@ -192,7 +192,7 @@ class Points:
                 yield field, f"layers.{layer}.{site}"
 
     def default_names(self) -> list[str]:
-        """The savepoints, or else both layernorm sites of three layers.
+        """The savepoints, or both layernorm sites of three layers.
 
         These are at about a third, a half and two thirds of the depth.
         """
@@ -204,11 +204,11 @@ class Points:
     def _default_layers(self) -> list[int]:
         depth = self.layer_count
         if depth >= 24:
-            depth -= depth % 6  # the same layers for near depths: 8, 12 and 16 of 24 to 28
+            depth -= depth % 6  # the same layers for similar depths: 8, 12 and 16 of 24 to 28
         return sorted({depth // 3, depth // 2, 2 * depth // 3})
 
     def _expand(self, pattern: str, field: str) -> list[str]:
-        """Spell out `*`, negative and bracketed indices of the layer axis."""
+        """Expand `*`, and negative and bracketed indices of the layer axis."""
         if pattern in self._savepoints:
             return [pattern]
         spelled = canonical(pattern)
@@ -246,20 +246,20 @@ class Points:
         return None
 
     def _refuse(self, name: str, field: str) -> Point:
-        """Raise, with the nearest names that do exist."""
+        """Raise an error with the nearest existing names."""
         layer = re.match(r"^layers\.(\d+)\b", name)
         if layer and name == f"layers.{layer[1]}.attention.weights":
             self._refuse_patterns(name, field)
         known = [*self._savepoints, *self._canonical_names(int(layer[1]) if layer else 0), *self._places]
         known += [] if "." in name else TRANSFORMER_LENS
-        sides = [f"{name}.{side}" for side in ("output", "input")]  # of a module that is named without one
+        sides = [f"{name}.{side}" for side in ("output", "input")]  # of a module that is named without a side
         nearest = [side for side in sides if self._lookup(side)] or hooks_like(name)
         nearest = nearest or difflib.get_close_matches(name, known, 3, 0.4)
         hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
         raise RequestError(f"{name!r} is not a capture point of this model{hint}", field, code="unknown_point")
 
     def _refuse_patterns(self, name: str, field: str) -> None:
-        """Raise, with how attention patterns are to be had."""
+        """Raise an error that says how to get attention patterns."""
         module = self._aliases.get(name.removesuffix(".weights"))
         message = f"{name}: this model's attention{f' ({module})' if module else ''} gives no patterns"
         if self._attention != "eager":

@@ -34,9 +34,9 @@ def structure(hf: Any, points: Points, context: int) -> dict[str, Any]:
 
 
 def _module(path: str, module: nn.Module) -> dict[str, Any]:
-    """A module with those in it; neighbours of the same structure are listed once, as `layers.0-27`.
+    """A module with its submodules; consecutive ones of the same structure are listed once, as `layers.0-27`.
 
-    This is how torch prints a model, and keeps one of thousands of modules within a page.
+    torch prints models in the same way; a model of thousands of modules then fits on a page.
     """
     children: list[dict[str, Any]] = []
     for (_, numbered), group in groupby(module.named_children(), lambda item: (_build(item[1]), item[0].isdecimal())):
@@ -49,6 +49,6 @@ def _module(path: str, module: nn.Module) -> dict[str, Any]:
 
 
 def _build(module: nn.Module) -> Any:
-    """What two modules that are built alike have in common."""
+    """The structure that equal modules have in common."""
     own = [(name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False)]
     return type(module), own, [(name, _build(child)) for name, child in module.named_children()]

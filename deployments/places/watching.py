@@ -1,4 +1,4 @@
-"""Observes each module's input and output in one forward, and whether their rows are tokens."""
+"""Observes each module's input and output in one forward pass, and whether their rows are tokens."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from deployments.places.place import Place
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
-    """The tensor of a module's value: itself, or a tuple's first; None where there is none."""
+    """The tensor of a module's value: itself, or the first of a tuple; None if there is none."""
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
     return value if isinstance(value, torch.Tensor) else None
 
 
 def attention_weights(value: Any) -> torch.Tensor | list[torch.Tensor] | None:
-    """Attention patterns in an output, [batch, heads, queries, keys] or a list of packed [heads, ...]; else None."""
+    """Attention patterns in an output, [batch, heads, queries, keys] or a list of packed [heads, ...]; or None."""
     weights = value[1] if isinstance(value, tuple) and len(value) > 1 else None
     is_batch = isinstance(weights, torch.Tensor) and weights.ndim == 4
     return weights if is_batch or isinstance(weights, list) else None
 
 
 def with_first(value: Any, new: torch.Tensor) -> Any:
-    """A module's value in its form, with another tensor: in place of itself, or of a tuple's first."""
+    """A module's value with another tensor instead of itself, or of a tuple's first."""
     return new if isinstance(value, torch.Tensor) else type(value)((new, *value[1:]))
 
 
 def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]:
-    """(module path, side) -> its value in one forward, of modules that are called once, in their order."""
+    """(module path, side) -> its value in one forward pass, for modules that are called once, in order."""
     seen: dict[tuple[str, Side], torch.Tensor | None] = {}
     calls: Counter[tuple[str, Side]] = Counter()
 
     def note(path: str, side: Side, tensor: Any) -> None:
         calls[path, side] += 1
-        seen[path, side] = None if tensor is None else tensor.clone()  # others may write into it afterwards
+        seen[path, side] = None if tensor is None else tensor.clone()  # other modules may overwrite it
 
     def before(path: str) -> Any:
         return lambda _, args, kwargs: note(path, "input", first_tensor(next(iter((*args, *kwargs.values())), None)))
@@ -62,9 +62,9 @@ def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]
 
 
 def drop_wrong_patterns(seen: dict[tuple[str, Side], torch.Tensor], model: Any, ids: torch.Tensor) -> None:
-    """Take away, of what a forward of `ids` [batch, tokens] showed, patterns that are not those of eager attention.
+    """Remove observed patterns of a forward pass of `ids` [batch, tokens] that differ from those of eager attention.
 
-    Architectures may do more in theirs than recomputed patterns show.
+    An architecture's attention may do more than recomputed patterns show.
     """
     patterns = {key: value for key, value in seen.items() if key[1] == "weights"}
     if not patterns:
@@ -73,13 +73,13 @@ def drop_wrong_patterns(seen: dict[tuple[str, Side], torch.Tensor], model: Any, 
         wanted = watch(model, ids)
     for key, value in patterns.items():
         want = wanted.get(key)
-        tolerance = 1e-3 if value.dtype == torch.float32 else 0.1  # rounded on the way through the layers
+        tolerance = 1e-3 if value.dtype == torch.float32 else 0.1  # rounding accumulates through the layers
         if want is None or want.shape != value.shape or not _mostly_near(want, value, tolerance):
             del seen[key]
 
 
 def place_of(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> Place | None:
-    """The place of a value seen in a forward of `ids` [batch, tokens]; None if it has no row for each token."""
+    """The place of a value in a forward pass of `ids` [batch, tokens]; None if it has no row for each token."""
     if side == "weights":
         shape = value.shape[:1] + value.shape[2:]
         patterns = shape == (*ids.shape, ids.shape[1]) and _are_patterns(value)
@@ -88,7 +88,7 @@ def place_of(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.
         return None
     if value.shape[:2] == ids.shape:
         if value.ndim == 2 and not (value == ids.to(value.device)).all():
-            return None  # a mask, which has another shape in other forwards
+            return None  # a mask, which has another shape in other forward passes
         return Place(path, side, order, "batched", tuple(value.shape[2:]) or (1,), value.dtype)
     if value.shape[0] == ids.numel():
         return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
@@ -96,12 +96,12 @@ def place_of(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.
 
 
 def by_tokens(place: Place, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A place's value in a forward of `ids` [batch, tokens], as [batch, tokens, ...]."""
+    """A place's value in a forward pass of `ids` [batch, tokens], as [batch, tokens, ...]."""
     return value.transpose(1, 2) if place.grows else value.reshape(*ids.shape, *place.shape)
 
 
 def _are_patterns(value: torch.Tensor) -> bool:
-    """Whether values [batch, heads, tokens, tokens] sum to 1 over each token and those before it, and are 0 after."""
+    """Whether values [batch, heads, tokens, tokens] sum to 1 over each token and those before, and are 0 after it."""
     if value.shape[2] != value.shape[3] or not value.is_floating_point():
         return False
     sums = value.float().sum(-1)
@@ -109,9 +109,9 @@ def _are_patterns(value: torch.Tensor) -> bool:
 
 
 def follows_tokens(value: torch.Tensor, again: torch.Tensor) -> bool:
-    """Whether most tokens have the same values [batch, tokens, ...] again; a few may round to another expert.
+    """Whether most tokens have the same values [batch, tokens, ...] in `again`; a few may round to another expert.
 
-    Rows that a router has put into an order of its own do not.
+    Rows that a router has reordered do not.
     """
     return _mostly_near(value.flatten(2), again.flatten(2), 0.1)
 

@@ -1,4 +1,4 @@
-"""Capture points as data: their names, and what a request records, changes and reads there.
+"""Capture points as data: their names, and the request fields that record, change and read them.
 
 Nothing here reads a stored file or imports Ray.
 """

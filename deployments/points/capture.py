@@ -81,7 +81,7 @@ class Capture(Strict):
                 raise RequestError(message, f"capture.{name}")
 
     def labels_of(self, prompt: int) -> tuple[str | None, dict[str, str]]:
-        """The sample id and the tags of the request's prompt of this number."""
+        """The sample id and tags of the request's prompt with this number."""
         sample_id = self.sample_id[prompt] if isinstance(self.sample_id, list) else self.sample_id
         return sample_id, self.tags[prompt] if isinstance(self.tags, list) else self.tags
 
@@ -95,7 +95,7 @@ class Capture(Strict):
         return self if tokens is self.tokens else self.model_copy(update={"tokens": tokens})
 
     def values_of(self, shape: Sequence[int]) -> int:
-        """How many numbers are kept of a row of this shape."""
+        """The number of recorded values of a row of this shape."""
         *heads, width = shape
         heads = [len(self.heads)] if self.heads and heads else heads
         if self.features is not None:

@@ -15,15 +15,15 @@ COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset"
 
 
 def recorded(patterns: Iterable[str], names: Collection[str], layers: int | None = None) -> list[str]:
-    """The recorded points that some names or patterns mean, each once, in the order of the patterns.
+    """The recorded points that match names or patterns, each once, in the order of the patterns.
 
     Args:
-        patterns: Names, of which `*` is any one part, and a layer below 0 counts from the model's last.
-        names: What was recorded.
-        layers: How many layers the model has; None where it is not known.
+        patterns: Names, in which `*` matches one part, and a negative layer counts from the model's last.
+        names: The recorded points.
+        layers: The model's number of layers; None if unknown.
 
     Raises:
-        ValueError: A pattern means none of them, with the nearest names; or a layer below 0, `layers` being unknown.
+        ValueError: A pattern matches none of them, with the nearest names; or has a negative layer without `layers`.
     """
     found: dict[str, None] = {}
     for pattern in patterns:
@@ -34,14 +34,14 @@ def recorded(patterns: Iterable[str], names: Collection[str], layers: int | None
 
 
 def hooks_like(name: str) -> list[str]:
-    """For a name in TransformerLens' form that is none of its names, the nearest one, of the same layer."""
+    """For an unknown name in TransformerLens' form, the nearest known one of the same layer."""
     found = re.fullmatch(r"((?:blocks|layers)\.(?:\*|-?\d+)\.(?:attn\.)?(?:hook_)?)(\w+)", name)
     close = difflib.get_close_matches(found[2], TRANSFORMER_LENS, 3) if found else []
     return [f"{found[1]}{one}" for one in close if found]
 
 
 def nearest(pattern: str, names: Collection[str], most: int = 10) -> str:
-    """Some of the names for a message, those most like the pattern first."""
+    """Some of the names for a message, the most similar first."""
     close = difflib.get_close_matches(canonical(pattern), names, n=3, cutoff=0.6)
     others = sorted((name for name in names if name not in close), key=_numbered)
     listed = [*close, *others][:most]
@@ -54,5 +54,5 @@ def _numbered(name: str) -> list[tuple[int, str]]:
 
 
 def dtype_name(dtype: object) -> str:
-    """A torch dtype's name, `bfloat16`, as files and answers say it."""
+    """A torch dtype's name in files and answers: `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -9,26 +9,26 @@ import torch
 
 
 def keys(positions: range) -> int:
-    """How many tokens those at these positions see, all together: the one at position k sees k + 1."""
+    """The number of tokens that those at these positions attend to, all together: k + 1 for position k."""
     return len(positions) * (positions.start + positions.stop + 1) // 2
 
 
 class Patterns(Sequence[torch.Tensor]):
-    """What consecutive tokens attend to: the row of the token at position k is `[heads, k + 1]`.
+    """The attention patterns of consecutive tokens: the row of the token at position k is `[heads, k + 1]`.
 
     Rows, and slices of them, are views of `values`.
 
     Attributes:
-        values: The rows one after the other, each by heads, `[heads * keys(positions)]`.
-        heads: How many.
-        positions: Of the rows, in prompt + generated.
+        values: The rows concatenated, each by heads, `[heads * keys(positions)]`.
+        heads: The number of heads.
+        positions: The rows' positions in prompt + answer.
     """
 
     def __init__(self, values: torch.Tensor, heads: int, positions: range) -> None:
-        """Take rows as they lie.
+        """Initialize from concatenated rows.
 
         Raises:
-            ValueError: There are not as many values as such rows have.
+            ValueError: The number of values does not fit.
         """
         if values.shape != (heads * keys(positions),):
             raise ValueError(f"{tuple(values.shape)} values are not those of {heads} heads at {positions}")
@@ -38,7 +38,7 @@ class Patterns(Sequence[torch.Tensor]):
 
     @classmethod
     def joined(cls, parts: Sequence[Patterns]) -> Patterns:
-        """Rows that follow each other, as one."""
+        """Join consecutive parts."""
         if len(parts) == 1:
             return parts[0]
         positions = range(parts[0].positions.start, parts[-1].positions.stop)
@@ -80,11 +80,11 @@ class Patterns(Sequence[torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Memory that the values take."""
+        """Memory of the values."""
         return self.values.nbytes
 
     def padded(self) -> torch.Tensor:
-        """A copy in one tensor, `[rows, heads, widest row]`, with zeros after what a token sees."""
+        """A copy in one tensor, `[rows, heads, widest row]`, with zeros after each token."""
         whole = self.values.new_zeros(len(self), self.heads, self.positions.stop if self.positions else 0)
         for place, row in zip(whole, self, strict=True):
             place[:, : row.shape[1]] = row

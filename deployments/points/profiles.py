@@ -13,7 +13,7 @@ from deployments.points.interventions import Interventions
 from deployments.points.strict import Strict
 from deployments.points.token_choices import AMBIGUOUS, Last
 
-NONE = "none"  # what a request calls no profile at all
+NONE = "none"  # a request's word for no profile
 ProfileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")]
 
 
@@ -58,12 +58,12 @@ class Profile(Strict):
 
 
 def body_of(data: bytes) -> dict[str, Any]:
-    """A profile's file as a request's body.
+    """Convert a profile's file to a request's body.
 
     In files of earlier versions, the `last` tokens of an intervention are the prompt's last.
 
     Raises:
-        ValueError: It is no JSON object.
+        ValueError: It is not a JSON object.
     """
     body = json.loads(data)
     if not isinstance(body, dict):

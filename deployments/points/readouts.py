@@ -12,9 +12,9 @@ from deployments.points.token_choices import TokenChoice
 
 MOST_READOUTS = 64  # of a request
 MOST_CONDITIONS = 8  # of one gate
-MOST_FEATURES = 1024  # that come with a token
+MOST_FEATURES = 1024  # of one token
 DEFAULT_TOP_K = 10
-COLUMN = "readouts."  # with which a stored column's name begins
+COLUMN = "readouts."  # prefix of a stored column's name
 
 ReadoutName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")]
 Activation = Literal["none", "sigmoid", "relu", "jumprelu", "topk", "gated"]
@@ -196,7 +196,7 @@ Not.model_rebuild()
 
 
 def thresholds(condition: Any) -> Iterator[Threshold]:
-    """The conditions on single values within one."""
+    """The conditions on single values within a condition."""
     if isinstance(condition, Threshold):
         yield condition
     elif isinstance(condition, Not):

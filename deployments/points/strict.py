@@ -1,4 +1,4 @@
-"""The base class of every JSON object that a client sends: unknown fields are rejected."""
+"""The base class of all JSON objects from clients: unknown fields are rejected."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Strict(BaseModel):
-    """A JSON object whose every field is known: an ignored `captrue` would cost a user their data."""
+    """A JSON object without unknown fields: an ignored `captrue` would cost a user their data."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _has_one_unknown_field(cls, value: Any) -> Any:
-        """Leave one of many unknown fields: each is an error, and one is enough."""
+        """Keep one of many unknown fields: one error is enough."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}

@@ -22,7 +22,7 @@ FORMS = (
     'or {"text": "...", "which": "last", "first" or "all"}'
 )
 
-# Gives a prompt's text, special tokens included, and the characters before each token and after the last.
+# Returns a prompt's text with special tokens, and the number of characters before each token and after the last.
 Ends = Callable[[], tuple[str, Sequence[int]]]
 MOST_POSITIONS = 65536
 AMBIGUOUS = (
@@ -32,7 +32,7 @@ AMBIGUOUS = (
 
 
 class TokensError(ValueError):
-    """A text that names no tokens."""
+    """A text that is not a choice of tokens."""
 
 
 class _Choice(Strict):
@@ -77,7 +77,7 @@ class TextPiece(_Choice):
     which: Literal["last", "first", "all"] = "last"
 
 
-# By a field that no other kind has.
+# Distinguished by a field that no other kind has.
 _KINDS: dict[str, type[_Choice]] = {
     "last": Last,
     "prompt_last": PromptLast,
@@ -122,27 +122,27 @@ class Tokens(NamedTuple):
 
     @property
     def apart(self) -> bool:
-        """Whether they are no beginning or end of the sequence or its answer, but a part by itself."""
+        """Whether they are neither a prefix nor a suffix of the sequence or its answer."""
         return self.few is not None or (self.stop is not None and self.first > 0)
 
     def within(self, start: int, stop: int) -> Sequence[int]:
-        """Those of them from `start` to before `stop`, whatever `tail` is."""
+        """Those from `start` to before `stop`, whatever `tail` is."""
         if self.few is not None:
             return self.few[bisect_left(self.few, start) : bisect_left(self.few, stop)]
         return range(max(start, self.first), min(stop, stop if self.stop is None else self.stop))
 
     def of(self, total: int) -> Sequence[int]:
-        """All of them in a sequence of so many tokens."""
+        """All of them in a sequence of `total` tokens."""
         found = self.within(0, total)
         return found[-self.tail :] if self.tail else found
 
     def turn(self, position: int) -> int:
-        """How many of them come before one of them."""
+        """The index of a position among them."""
         return position - self.first if self.few is None else bisect_left(self.few, position)
 
 
 def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
-    """A choice in a sequence whose prompt has so many tokens; a window, and one by `text`, are `placed` before.
+    """Resolve a choice in a sequence with `prompt` prompt tokens; a window or a `text` must be `placed` before.
 
     Raises:
         RequestError: The prompt is shorter; names the field.
@@ -168,10 +168,10 @@ def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
 
 
 def resolve_ahead(choice: TokenChoice, prompt: int, most: int, field: str) -> Tokens:
-    """As `resolve`, before a sequence of at most so many tokens runs: none of its tokens may be known at the end alone.
+    """As `resolve`, before a sequence of at most `most` tokens runs: no token may depend on the sequence's end.
 
     Raises:
-        RequestError: They are the last ones, and tokens are generated; or the prompt is shorter. It names the field.
+        RequestError: They are the last ones, and tokens are generated; or the prompt is too short. It names the field.
     """
     tokens = resolve(choice, prompt, field)
     if choice in ("generated", "generated_last") and most == prompt:
@@ -184,12 +184,12 @@ def resolve_ahead(choice: TokenChoice, prompt: int, most: int, field: str) -> To
 
 
 def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
-    """A window, or a choice by `text`, as positions; others as they are.
+    """Convert a window, or a choice by `text`, to positions; others are unchanged.
 
     Args:
         choice: The choice.
-        ends: Of the prompt.
-        field: What a refusal names.
+        ends: Text and offsets of the prompt.
+        field: The field to name in errors.
 
     Raises:
         RequestError: The prompt has no such text.
@@ -203,7 +203,7 @@ def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
     if not begins:
         raise RequestError(f"the prompt does not contain the text {choice.text!r}", f"{field}.text", "text_not_found")
     size, at, number = len(choice.text), list[int](), 0
-    # Tokens within one character have its place; of those the last has the character. Both lists ascend.
+    # Tokens within one character share its offset, and the last of them has the character. Both lists ascend.
     for i, (first, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         while number < len(begins) and begins[number] + size <= first:
             number += 1
@@ -213,7 +213,7 @@ def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
 
 
 def _found(text: str, choice: TextPiece) -> list[int]:
-    """Where a piece begins in a text."""
+    """The starts of a piece in a text."""
     if choice.which != "all":
         at = text.rfind(choice.text) if choice.which == "last" else text.find(choice.text)
         return [at] if at >= 0 else []
@@ -225,10 +225,10 @@ _ADAPTER: TypeAdapter[Any] = TypeAdapter(TokenChoice)
 
 
 def parse(text: str) -> Any:
-    """A choice as a command's option has it: `prompt_last`, `last:3`, `positions:0,5`, `from:0,to:64`, `text:France`.
+    """Parse a command's option: `prompt_last`, `last:3`, `positions:0,5`, `from:0,to:64`, `text:France`.
 
     Raises:
-        TokensError: It is none; the message lists what there is.
+        TokensError: It is invalid; the message lists the forms.
     """
     kind, colon, rest = text.partition(":")
     value: Any = text
@@ -248,10 +248,10 @@ def parse(text: str) -> Any:
 
 
 def check(value: Any) -> TokenChoice:
-    """A choice as a request has it, or one that was read.
+    """Validate a choice from a request, or one that was parsed.
 
     Raises:
-        TokensError: It is none; the message lists what there is.
+        TokensError: It is invalid; the message lists the forms.
     """
     try:
         return _ADAPTER.validate_python(value)  # type: ignore[no-any-return]
@@ -260,9 +260,9 @@ def check(value: Any) -> TokenChoice:
 
 
 def as_json(text: str) -> Any:
-    """What `parse` makes of a text, as a request's body has it.
+    """Convert an option for `parse` to the JSON of a request's body.
 
     Raises:
-        TokensError: It names no tokens.
+        TokensError: It is not a choice of tokens.
     """
     return _ADAPTER.dump_python(parse(text), mode="json", by_alias=True)

@@ -1,4 +1,4 @@
-"""Checks an uploaded readout file: returns its definition, whose tensors fit each other, or rejects it by field."""
+"""Checks an uploaded readout file: returns its definition with consistent tensors, or rejects it by field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deployments.points.readouts import ReadoutSpec
 MAX_HEADER_BYTES = 1 << 20
 _DTYPES = ("F16", "BF16", "F32", "F64")
 _OF_METADATA = ("name", "model", "point", "kind", "activation", "description")
-# Each kind's tensors: their dimensions by name, and whether they must be there.
+# Tensors of each kind: their dimensions by name, and whether they are required.
 _LINEAR = {
     "weight": (("k", "hidden"), True),
     "bias": (("k",), False),
@@ -39,13 +39,13 @@ _OF_ACTIVATION = {
 
 
 class Definition(NamedTuple):
-    """A readout that was checked.
+    """A checked readout.
 
     Attributes:
-        spec: What it is.
-        tensors: Its tensors by name, on the CPU, as they were sent.
-        hidden: Entries of a row that it reads.
-        size: How many values it gives.
+        spec: Its spec.
+        tensors: Its tensors by name, on the CPU, as sent.
+        hidden: The number of entries of a row that it reads.
+        size: The number of its values.
     """
 
     spec: ReadoutSpec
@@ -85,7 +85,7 @@ def _read(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         found = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
     except (SafetensorError, ValueError, RecursionError) as error:
         raise _refused(f"not a complete safetensors file: {error}") from error
-    except KeyError as error:  # of a dtype that torch lacks
+    except KeyError as error:  # a dtype that torch lacks
         raise _refused(f"it has tensors of a dtype that is not supported: {error}") from error
     return _metadata_spec(found), tensors
 
@@ -101,7 +101,7 @@ def _metadata_spec(found: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _json(text: str, refusal: RequestError) -> Any:
-    """A client's JSON; raises the refusal where it is none, or nested too deeply to be read."""
+    """Parse a client's JSON; raises `refusal` if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

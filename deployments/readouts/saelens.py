@@ -29,10 +29,10 @@ _TENSORS = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "b_gate", "b_mag", 
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a directory holds, as a readout's spec without a name, and its tensors.
+    """Read a directory as a readout's spec without a name, and its tensors.
 
     Raises:
-        RequestError: Its autoencoder cannot become a readout; the message has the reason.
+        RequestError: The autoencoder is not supported; the message has the reason.
     """
     try:
         config = json.loads((directory / "cfg.json").read_text())
@@ -51,10 +51,10 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def spec_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A readout's spec, without a name, of what `cfg.json` says.
+    """Convert `cfg.json` to a readout's spec without a name.
 
     Raises:
-        RequestError: It is of a kind that cannot be one; names what it says.
+        RequestError: The kind is not supported; names the setting.
     """
     about = {**config, **(config.get("metadata") or {})}
     architecture = config.get("architecture", "standard")
@@ -78,14 +78,14 @@ def spec_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(config: Mapping[str, Any], about: Mapping[str, Any], activation: str) -> dict[str, Any]:
     arguments = config.get("activation_fn_kwargs") or {}
-    function = str(config.get("activation_fn") or config.get("activation_fn_str") or "relu")  # of versions before 6
+    function = str(config.get("activation_fn") or config.get("activation_fn_str") or "relu")  # in versions before 6
     if function not in ("relu", "topk"):
         raise RequestError(f"the activation {function!r} is neither relu nor topk", "activation_fn")
     if activation == "relu":
         activation = function
     normalization = config.get("normalize_activations") or "none"
     if normalization == "expected_average_only_in":
-        normalization = "none"  # SAELens folds its factor into the weights when it saves
+        normalization = "none"  # SAELens folds the factor into the weights when it saves
     if normalization not in get_args(Normalization):
         raise RequestError(f"normalize_activations {normalization!r} is not supported", "normalize_activations")
     spec: dict[str, Any] = {
@@ -105,10 +105,10 @@ def _described(config: Mapping[str, Any], about: Mapping[str, Any], activation: 
 
 
 def point_of(hook: str) -> str:
-    """The point that TransformerLens' name of a hook means.
+    """The point of TransformerLens' name of a hook.
 
     Raises:
-        RequestError: There is none.
+        RequestError: There is no such point.
     """
     point = canonical(hook)
     if not re.fullmatch(r"layers\.\d+\.[\w.]+", point):

@@ -11,11 +11,11 @@ import httpx
 
 from deployments.errors import RequestError
 
-KEY = "VITRINE_API_KEY"  # the environment's variable that holds the key, where the server has keys
+KEY = "VITRINE_API_KEY"  # the environment variable with the API key, if the server has keys
 
 
 class InstallError(RequestError):
-    """A server refuses a readout, or cannot be reached."""
+    """A server rejects a readout, or cannot be reached."""
 
 
 def install(url: str, data: bytes, spec: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def install(url: str, data: bytes, spec: Mapping[str, Any] | None = None) -> dic
         The server's description of it.
 
     Raises:
-        InstallError: The server refuses it, or cannot be reached.
+        InstallError: The server rejects it, or cannot be reached.
     """
     headers = {"Authorization": f"Bearer {os.environ[KEY]}"} if os.environ.get(KEY) else {}
     form = {"spec": json.dumps(spec)} if spec else None

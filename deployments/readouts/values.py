@@ -10,28 +10,28 @@ from deployments.points.readouts import ReadoutSpec
 from deployments.readouts.checks import Definition
 from deployments.tiles import in_tiles
 
-DENSE_BYTES = 64 << 20  # of an autoencoder's features, as float32, that are made at a time
+DENSE_BYTES = 64 << 20  # of an autoencoder's float32 features computed at a time
 ENCODERS = ("W_enc", "W_mag", "b_enc", "b_gate", "b_mag", "threshold")  # tensors with a column for each feature
-_EPSILON = 1e-5  # of SAELens' layer norm
+_EPSILON = 1e-5  # in SAELens' layer norm
 
 
 class Readout:
     """A readout whose tensors are on a device.
 
     Attributes:
-        spec: What it is.
-        count: How many values it gives of a row.
-        hidden: Entries of a row that it reads.
-        bytes: Memory that its tensors take.
+        spec: Its spec.
+        count: The number of values of a row.
+        hidden: The number of entries of a row that it reads.
+        bytes: Memory of its tensors.
         batch_invariant: Whether a row's values have the same bits whatever other rows and readouts are read with it.
     """
 
     def __init__(self, definition: Definition, device: torch.device, batch_invariant: bool = False) -> None:
-        """Lay out the tensors.
+        """Prepare the tensors.
 
         Args:
             definition: The readout.
-            device: Where rows come from.
+            device: The device of rows.
             batch_invariant: Give a row's values the same bits in any batch, at some cost in speed.
         """
         self.batch_invariant = batch_invariant
@@ -51,21 +51,21 @@ class Readout:
 
     @property
     def weight(self) -> torch.Tensor:
-        """Of a linear readout, [hidden, count] with standardization and slope folded in."""
+        """For a linear readout, [hidden, count] including standardization and slope."""
         return self._tensors["weight"]
 
     @property
     def bias(self) -> torch.Tensor:
-        """Of a linear readout, [count] likewise."""
+        """For a linear readout, [count] including the same."""
         return self._tensors["bias"]
 
     @property
     def rows_at_once(self) -> int:
-        """Rows whose values are made at a time."""
+        """The number of rows computed at a time."""
         return max(1, DENSE_BYTES // (4 * self.count))
 
     def column(self, feature: int | None, label: str | None) -> int | None:
-        """Which of its values is meant; None where there is none, or several and none is named."""
+        """The index of a value; None if there is no such value, or if several exist and none is named."""
         if label is not None:
             return self.spec.labels.index(label) if self.spec.labels and label in self.spec.labels else None
         if feature is not None:
@@ -73,19 +73,19 @@ class Readout:
         return 0 if self.count == 1 else None
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Its values of rows [rows, hidden]: [rows, count], in float32."""
+        """Its values for rows [rows, hidden]: [rows, count], in float32."""
         if self.spec.kind == "linear":
             return Stack([self]).values(rows)
         normal, _ = self._normalized(rows.float())
         return self._in_tiles(normal, self.count, self._features)
 
     def change(self, rows: torch.Tensor, feature: int, kind: str, value: torch.Tensor) -> torch.Tensor:
-        """What to add to rows [rows, hidden] so that one feature becomes another value, in float32.
+        """The change of rows [rows, hidden] that gives one feature another value, in float32.
 
         Args:
             rows: The rows.
-            feature: Which.
-            kind: `add` to it, `scale` it, or put the value in its place: `clamp`; `zero` puts 0.
+            feature: The feature's index.
+            kind: `add` the value, `scale` by it, `clamp` to it, or `zero`.
             value: The number, [rows] or [1].
         """
         normal, scale = self._normalized(rows.float())
@@ -97,7 +97,7 @@ class Readout:
         return (wanted - now)[:, None] * direction / scale
 
     def _normalized(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows as the encoder reads them, and by what they were multiplied, [rows or 1, 1]."""
+        """The encoder's input rows, and their scale, [rows or 1, 1]."""
         scale = rows.new_ones(1, 1)
         if self.spec.normalize_activations == "constant_norm_rescale":
             scale = self.hidden**0.5 / rows.norm(dim=-1, keepdim=True)
@@ -114,14 +114,14 @@ class Readout:
         return in_tiles(rows, width, encoder) if self.batch_invariant else encoder(rows)
 
     def _feature(self, rows: torch.Tensor, feature: int) -> torch.Tensor:
-        """One feature [rows] of normalized rows; of all features only where they compete."""
+        """One feature [rows] of normalized rows; computes all features only if they compete."""
         if self.spec.activation != "topk":
             return self._in_tiles(rows, 1, lambda tile: self._features(tile, slice(feature, feature + 1)))[:, 0]
         parts = torch.split(rows, self.rows_at_once)
         return torch.cat([self._in_tiles(part, self.count, self._features)[:, feature] for part in parts])
 
     def _features(self, rows: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
-        """Features [rows, columns] of normalized rows; of `topk`, all columns."""
+        """Features [rows, columns] of normalized rows; for `topk`, all columns."""
         held = {name: self._tensors[name][..., columns] for name in ENCODERS if name in self._tensors}
         if self.spec.activation == "gated":
             opened = rows @ held["W_enc"] + held["b_gate"] > 0
@@ -143,18 +143,18 @@ class Readout:
 
 
 def largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of values [rows, all] and their numbers, [rows, count] each, in descending order."""
+    """The largest of values [rows, all] and their indices, [rows, count] each, in descending order."""
     top = values.topk(count, dim=-1)
     return top.values, top.indices
 
 
 def _wide(device: torch.device) -> torch.dtype:
-    """The dtype of linear maps: rows have entries a thousand times the others', which a mean takes off again."""
+    """The dtype of linear maps: some entries are a thousand times the others, and the mean is subtracted again."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _folded(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A linear readout's tensors as one map: weight [hidden, k] and bias [k]."""
+    """Fold a linear readout's tensors into one map: weight [hidden, k] and bias [k]."""
     weight = tensors["weight"].double()
     bias = tensors["bias"].double() if "bias" in tensors else weight.new_zeros(len(weight))
     if "mean" in tensors:
@@ -167,10 +167,10 @@ def _folded(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, t
 
 
 class Stack:
-    """Linear readouts of one point, side by side.
+    """Concatenated linear readouts of one point.
 
     Attributes:
-        first: Each one's first column.
+        first: The first column of each readout.
     """
 
     def __init__(self, readouts: Sequence[Readout]) -> None:
@@ -186,7 +186,7 @@ class Stack:
         }
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
-        """Their values of rows [rows, hidden]: [rows, all], in float32."""
+        """Their values for rows [rows, hidden]: [rows, all], in float32."""
         if not any(one.batch_invariant for one in self._readouts):
             return self._product(rows)
         if len(self._readouts) > 1:

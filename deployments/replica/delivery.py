@@ -1,4 +1,4 @@
-"""Turns the engine's events into each job's messages."""
+"""Converts the engine's events into each job's messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need
 
 logger = logging.getLogger("ray.serve")
 
-SLICE = 1024  # characters of a whole answer that are read at a time, which takes 10 ms at most
+SLICE = 1024  # characters of a whole answer that are parsed at a time, which takes at most 10 ms
 
 
 class Delivery:
@@ -31,7 +31,7 @@ class Delivery:
         self._engine = engine
         self._token_texts = token_texts
         self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
-        self._dropped: dict[str, Ticket] = {}  # the same, until the engine has ended it
+        self._dropped: dict[str, Ticket] = {}  # the same for dropped requests, until the engine ends them
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -45,7 +45,7 @@ class Delivery:
         return ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget a job; what still runs of it is cancelled and frees its pages."""
+        """Drop a job and cancel its running requests, which frees their pages."""
         for request_id, choice in ticket.choices.items():
             if self._tickets.pop(request_id, None) and not choice.ended:
                 self._dropped[request_id] = ticket
@@ -55,7 +55,7 @@ class Delivery:
                     choice.run.drop()
 
     def deliver(self, events: list[Event]) -> None:
-        """Pass on one step's events."""
+        """Convert one step's events."""
         for event in events:
             if event.id in self._dropped:
                 self._let_go(event)
@@ -75,14 +75,14 @@ class Delivery:
             _log(ticket.job, ticket.choices[event.id], event)
 
     def fail_all(self, message: str) -> None:
-        """Tell every job that the engine has ended."""
+        """Send an error to every job: the engine has ended."""
         for ticket in self._tickets.values():
             ticket.messages.put_nowait(Refusal(message, None, "unavailable", 503))
 
     def _deliver(self, ticket: Ticket, choice: RunningChoice, event: Event) -> None:
         if isinstance(event, Delta):
             self._add(ticket.job, choice, event)
-            choice.add(event.text)  # at most a token's, tens of microseconds: not worth a thread
+            choice.add(event.text)  # at most one token's text: takes microseconds, so no thread
             ticket.say(choice)
         elif isinstance(event, PromptLogprobs):
             assert choice.echo is not None
@@ -109,19 +109,19 @@ class Delivery:
         choice.logprob += sum(one.logprob for one in delta.logprobs)
 
     def _written(self, event: Rows | Finished) -> None:
-        """Tell the engine that recorded rows need no memory any more."""
+        """Report to the engine that recorded rows no longer need memory."""
         if event.captured is not None:
             self._engine.written(event.id, event.captured.bytes)
 
     async def _end(self, ticket: Ticket, choice: RunningChoice, event: Finished) -> None:
-        """Say a choice's last words, once its activations are durable."""
+        """Send a choice's last messages after its activations are durable."""
         try:
             if event.reason != "error":
                 if event.rest:
                     self._add(ticket.job, choice, event.rest)
                     for at in range(0, len(event.rest.text), SLICE):
                         choice.add(event.rest.text[at : at + SLICE])
-                        await asyncio.sleep(0)  # the other requests' events
+                        await asyncio.sleep(0)  # for the events of other requests
                 choice.readouts += values_of(choice.request, event.readouts)
                 choice.close()
                 ticket.say(choice)
@@ -182,7 +182,7 @@ def _log(job: Job, choice: RunningChoice, event: Finished) -> None:
     logger.info(
         "request %s (%s): %s, %d prompt and %d generated tokens; memory before %s, peak %s, after %s",
         choice.request.id,
-        job.request_id,  # Serve adds it to its own lines; on the engine's thread there is none
+        job.request_id,  # Serve adds it to its own lines, but not on the engine's thread
         event.reason,
         len(event.prompt),
         len(event.tokens),

@@ -1,4 +1,4 @@
-"""Loads a model into an engine as the options say, or raises a `LoadError` with the reason."""
+"""Loads a model into an engine with the given options, or raises a `LoadError` with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deployments.model_files.names import source
 from deployments.options import Options
 from deployments.points.names import dtype_name
 
-if TYPE_CHECKING:  # the replica's module is imported without torch, too
+if TYPE_CHECKING:  # the replica's module is also imported without torch
     from deployments.engine.engine import Engine
     from deployments.model.model import Model
 
@@ -25,7 +25,7 @@ def load_engine(options: Options) -> Engine:
     """Load the model into an engine, on this thread.
 
     Raises:
-        LoadError: With the fitting status.
+        LoadError: The model cannot be loaded; has the HTTP status and a code.
     """
     from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
 
@@ -36,7 +36,7 @@ def load_engine(options: Options) -> Engine:
         return _engine(options)
     except LoadError:
         raise
-    except RequestError as error:  # a savepoint that is nothing
+    except RequestError as error:  # an invalid savepoint
         raise LoadError(error.message, error.field, error.code, error.status) from error
     except UnsupportedModelError as error:
         raise LoadError(str(error), "model_id", "unsupported_model") from error
@@ -45,8 +45,8 @@ def load_engine(options: Options) -> Engine:
             raise LoadError(f"there is not enough memory for it: {error}", None, "out_of_memory", 500) from error
         if isinstance(error.__cause__, GatedRepoError):
             raise LoadError(str(error), "model_id", "model_gated", 403) from error
-        # transformers says so, without an error number, that a repository, revision or file of it is not there, or
-        # that the hub cannot be reached; and by ValueError that it does not know, or would have to run, its code.
+        # transformers raises OSError without an errno if a repository, revision or file does not exist or the hub is
+        # unreachable, and ValueError for an unknown architecture or for code that it would have to run.
         if isinstance(error, OSError) and error.errno is None:
             field = "revision" if isinstance(error.__cause__, RevisionNotFoundError) else "model_id"
             raise LoadError(str(error), field, "model_not_found", 404) from error
@@ -61,7 +61,7 @@ def _engine(options: Options) -> Engine:
     from deployments.engine.engine import Engine
     from deployments.model.load import load
 
-    # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
+    # Ray sets OMP_NUM_THREADS to the actor's CPUs; a fraction of a CPU becomes one thread.
     torch.set_num_threads(_threads(options))
     model = load(
         source(options.model, options.models_dir),
@@ -87,7 +87,7 @@ def _engine(options: Options) -> Engine:
 
 
 def _drawing(hf: Any) -> dict[str, Any]:
-    """How the model's publisher draws tokens; empty where they take the likeliest. No request is changed by it."""
+    """The publisher's sampling settings; empty for greedy decoding. They do not change requests."""
     own = getattr(hf, "generation_config", None)
     if own is None or not own.do_sample:
         return {}
@@ -100,19 +100,19 @@ def _threads(options: Options) -> int:
 
 
 def _sharing(options: Options, device: str) -> int:
-    """How many replicas may see the same free memory: each has its own GPU, and all may start on one node at once."""
+    """How many replicas may share the same free memory: all on a CPU, as they may start on one node; one on a GPU."""
     return options.num_replicas if device == "cpu" else 1
 
 
 def description(options: Options, model: Model) -> dict[str, Any]:
     """A loaded model as `/v1/models` shows it, with everything that is needed to serve it again.
 
-    Of the options those that were left to the model or the machine are as they came out. The file of API keys is left
-    out, and settings of URIs.
+    Options with a default that depends on the model or the machine have their actual values. The API key file and
+    settings of URIs are left out.
 
     Args:
-        options: The operator's.
-        model: What they made.
+        options: The operator's options.
+        model: The model loaded with them.
     """
     came_out = {
         "dtype": dtype_name(model.dtype),
@@ -124,7 +124,7 @@ def description(options: Options, model: Model) -> dict[str, Any]:
     }
     return {
         "max_model_len": model.context,
-        # Forwards of another shape add in another order: in 16 bits that is about the distance of two likely tokens.
+        # Forward passes of different shapes add in different orders, which in 16 bits can swap two likely tokens.
         "tokens_depend_on_batch": model.dtype.itemsize < 4 and not model.batch_invariant,
         "savepoints": [savepoint.model_dump() for savepoint in options.savepoints],
         "generation_config": _drawing(model.hf),

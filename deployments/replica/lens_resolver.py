@@ -1,4 +1,4 @@
-"""Resolves the logit lens of a request for one model."""
+"""Resolves a request's logit lens for one model."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from deployments.places.points import Points
 from deployments.points.logit_lens import LogitLens
 from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve_ahead
 
-NUMBERS_PER_ENTRY = 10  # numbers that an entry counts for: each is an object with text
+NUMBERS_PER_ENTRY = 10  # an entry counts as this many numbers, because it is an object with text
 
 
 class LensResolver:
-    """Resolves requests for the logit lens for one model."""
+    """Resolves logit lens requests for one model."""
 
     def __init__(self, points: Points, tokenize: Callable[[str], list[int]], vocabulary: int, limit: int) -> None:
-        """Take a model's points.
+        """Initialize the resolver.
 
         Args:
-            points: The model's.
-            tokenize: Makes tokens of a text, without special ones around it.
-            vocabulary: How many tokens the model has.
-            limit: How many numbers one answer may hold.
+            points: The model's points.
+            tokenize: Tokenizes a text without adding special tokens.
+            vocabulary: The number of tokens of the model.
+            limit: The most numbers in one answer.
         """
         self._points = points
         self._tokenize = tokenize
@@ -31,10 +31,10 @@ class LensResolver:
         self._limit = limit
 
     def of(self, spec: LogitLens | None) -> LensLayers | None:
-        """Look up the layers, each once and in the model's order.
+        """Resolve the layers, each once and in the model's order.
 
         Raises:
-            RequestError: One is not there, or its output cannot be read, or a target is no token; names the field.
+            RequestError: A layer does not exist or cannot be read, or a target is no token; names the field.
         """
         if spec is None:
             return None
@@ -51,17 +51,17 @@ class LensResolver:
         return LensLayers(tuple(layers), points, spec.top_k, targets)
 
     def placed(self, lens: LensLayers, spec: LogitLens, prompt: int, new: int, ends: Ends) -> LensLayers:
-        """The lens of one prompt.
+        """Resolve the lens for one prompt.
 
         Args:
-            lens: As `of` gave it.
+            lens: The result of `of`.
             spec: The request's field.
-            prompt: Tokens of the prompt.
-            new: The most that are generated.
-            ends: As `token_choices.placed` has it.
+            prompt: The number of prompt tokens.
+            new: The most new tokens.
+            ends: See `token_choices.placed`.
 
         Raises:
-            RequestError: The prompt has no such tokens; names the field.
+            RequestError: The prompt does not have these tokens; names the field.
         """
         field = "logit_lens.tokens"
         choice = placed(spec.tokens or ("generated" if new else "prompt_last"), ends, field)
@@ -84,13 +84,13 @@ class LensResolver:
         return ids[0]
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Refuse more than an answer may hold.
+        """Reject requests whose answer could exceed the limit.
 
         Args:
-            requests: All choices of one job, which ask alike.
+            requests: All choices of one job, which have the same lens.
 
         Raises:
-            RequestError: There could be more.
+            RequestError: The answer could exceed it.
         """
         lens = requests[0].lens
         if lens is None:

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus, exported by Ray on every node: the engine's statistics, and the figures of each request.
+"""Prometheus metrics, exported by Ray on every node: the engine's statistics, and figures of each request.
 
-Serve counts requests by route and status itself; those are not counted again.
+Serve itself counts requests by route and status.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from deployments.job import Job
 from deployments.messages import End, Refusal
 
-if TYPE_CHECKING:  # the controller and the proxies import the replica's module, and need no torch
+if TYPE_CHECKING:  # the controller and the proxies import the replica's module without torch
     from deployments.engine.statistics import Statistics
 
 PREFIX = "vitrine_"
@@ -33,19 +33,19 @@ COUNTERS = {
     "steps": "Forwards.",
     "tokens": "Tokens generated.",
     "preempted": "Requests that lost their pages and were run again.",
-    "cached_tokens": "Prompt tokens that were run for an earlier request with the same beginning.",
+    "cached_tokens": "Prompt tokens reused from an earlier request with the same prefix.",
     "out_of_memory": "Forwards that found no memory.",
 }
 
 
 class EngineMetrics:
-    """One replica's metrics; Ray adds which replica it is."""
+    """One replica's engine metrics; Ray adds the replica's id."""
 
     def __init__(self, model: str) -> None:
         """Initialize all metrics at 0.
 
         Args:
-            model: The name it is served by, which every metric carries.
+            model: The served name, a label of every metric.
         """
         tags = {"model": model}
         keys = tuple(tags)
@@ -58,7 +58,7 @@ class EngineMetrics:
         self._counted = dict.fromkeys(COUNTERS, 0)
 
     def update(self, statistics: Statistics) -> None:
-        """Say what the engine says now."""
+        """Set the metrics to the engine's statistics."""
         numbers = asdict(statistics)
         for name, gauge in self._gauges.items():
             gauge.set(numbers[name])
@@ -73,12 +73,12 @@ TAGS = ("model", "route")
 
 
 class RequestMeter:
-    """What becomes of one request.
+    """The outcome of one request.
 
     Attributes:
-        status: The HTTP status it comes to; 499 where its client went away.
+        status: The HTTP status of the answer; 499 if the client disconnected.
         prompt_tokens: Tokens of its prompts, each counted once.
-        first_s: Seconds until it first said something; None before.
+        first_s: Seconds until the first message; None before.
     """
 
     def __init__(self, job: Job) -> None:
@@ -90,11 +90,11 @@ class RequestMeter:
         self.began = time.monotonic()
 
     def first(self) -> None:
-        """The first messages are there."""
+        """Record the time of the first messages."""
         self.first_s = time.monotonic() - self.began
 
     def last(self, messages: Sequence[End | Refusal]) -> None:
-        """Choices have ended, or the whole request has."""
+        """Record the end of choices or of the whole request."""
         for message in messages:
             if isinstance(message, Refusal):
                 self.status = message.status
@@ -107,13 +107,13 @@ class RequestMeter:
 
 
 class RequestMetrics:
-    """The requests of one replica; nothing of it is done per token."""
+    """Metrics of one replica's requests; they cost nothing per token."""
 
     def __init__(self, model: str) -> None:
         """Initialize all metrics at 0.
 
         Args:
-            model: The name it is served by, which every metric carries.
+            model: The served name, a label of every metric.
         """
         self._requests = Counter(
             f"{PREFIX}requests_total", "Requests that replicas took, by their end.", tag_keys=(*TAGS, "status")
@@ -126,7 +126,7 @@ class RequestMetrics:
 
     @contextmanager
     def measure(self, job: Job, streamed: bool) -> Iterator[RequestMeter]:
-        """Count one request when the block ends, however it does."""
+        """Count one request when the block ends, for any reason."""
         meter = RequestMeter(job)
         try:
             yield meter

@@ -1,4 +1,4 @@
-"""One run while it is recorded: stores the engine's rows as they come, and reports the outcome at the end."""
+"""One run during recording: sends rows to the store as they arrive, and reports the result at the end."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from deployments.points.names import dtype_name
 from deployments.points.token_choices import Tokens, resolve
 
 logger = logging.getLogger("ray.serve")
-RENEW_S = 120.0  # between two notes to the store that a run continues: far less than it waits for one
+RENEW_S = 120.0  # between two renewals of a run in the store; far less than the store's timeout
 
 
 class RunSender(Protocol):
-    """The replica's way to the store."""
+    """The replica's interface to the store."""
 
     async def append(self, run: OpenRun, captured: Captured, part: int) -> None:
-        """Send rows of a run that goes on."""
+        """Send rows of an unfinished run."""
 
     async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
-        """Send the last rows; durable when it answers."""
+        """Send the last rows; they are durable when this returns."""
 
     def renew(self, run: OpenRun) -> None:
-        """Note that a run goes on."""
+        """Report that a run continues."""
 
     def abandon(self, run: OpenRun) -> None:
-        """Drop what was sent of a run."""
+        """Discard the rows sent for a run."""
 
 
 class OpenRun:
-    """The run of one choice while it is recorded. Rows are stored in the order in which the engine hands them out.
+    """The run of one choice during recording. Rows are stored in the order in which the engine releases them.
 
     Args:
-        runs: The replica's way to the store.
-        job: The job that the choice is of.
-        request: The engine's request of the choice; it has a `capture`.
-        index: The choice's number among all of the job, prompt by prompt.
-        offsets: Where the tokens begin in the text, as it grows.
+        runs: The replica's interface to the store.
+        job: The job of the choice.
+        request: The engine's request of the choice, with a `capture`.
+        index: The choice's index in the job, prompt by prompt.
+        offsets: The start of each token in the text so far.
 
     Attributes:
-        id: The run's name.
-        job: The job it is of.
-        number: Which of its prompt's choices it is.
-        request: The engine's request it records.
-        sample_id: The user's name for the sample.
-        tags: The user's strings by name.
-        created: When the job came, in Unix seconds, plus its index in microseconds: lists of runs are in the order of
-            requests and of their choices, whichever is done first.
-        most: The most bytes that it may record.
+        id: The run's id.
+        job: The job of the choice.
+        number: The choice's index among those of its prompt.
+        request: The recorded request.
+        sample_id: The client's id of the sample.
+        tags: The client's tags.
+        created: Arrival of the job in Unix seconds, plus the index in microseconds, so that runs are listed in the
+            order of requests and choices, whichever finishes first.
+        most: The most bytes that it can record.
     """
 
     def __init__(self, runs: RunSender, job: Job, request: Request, index: int, offsets: TextOffsets) -> None:
@@ -76,21 +76,21 @@ class OpenRun:
         self.most = RowSizes.bytes(request.capture, request.points).of(recordable(request))
         self._runs = runs
         self._offsets = offsets
-        self._pieces: list[Captured] = []  # of an inline answer
+        self._pieces: list[Captured] = []  # for an inline answer
         self._sending: asyncio.Task[None] | None = None
         self._renewing: asyncio.TimerHandle | None = None
         self._parts = 0
         self._failed = job.unstorable if request.capture.destination != "inline" else None
 
     def add(self, captured: Captured, done: Callable[[], None]) -> None:
-        """Take rows that the engine hands out before the request's end.
+        """Take rows that the engine releases before the request's end.
 
         Args:
             captured: The rows.
-            done: Called when they need no memory here any more, also where they could not be stored.
+            done: Called when they no longer need memory here, even if they were not stored.
         """
         assert self.job.capture is not None
-        if self.job.capture.destination == "inline":  # a few numbers
+        if self.job.capture.destination == "inline":  # small: bounded by the limit on numbers
             self._pieces.append(captured)
             done()
             return
@@ -99,7 +99,7 @@ class OpenRun:
         self._sending = asyncio.ensure_future(self._send(self._sending, captured, done))
 
     def _renew(self) -> None:
-        """However long the next rows take, the store keeps those that it has as long as the request goes on."""
+        """Keep the run's rows in the store while the request runs, however long the next rows take."""
         self._renewing = asyncio.get_running_loop().call_later(RENEW_S, self._renew)
         if self._failed is None:
             self._runs.renew(self)
@@ -115,18 +115,18 @@ class OpenRun:
             if self._failed is None:
                 await self._runs.append(self, captured, self._parts)
                 self._parts += 1
-        except Exception as error:  # noqa: BLE001 - the answer comes all the same, with the error in its `activations_meta`
+        except Exception as error:  # noqa: BLE001 - the answer is sent, with the error in `activations_meta`
             self._fail(error)
         finally:
             done()
 
     def _fail(self, error: Exception) -> None:
-        # The completion is worth having without its activations; the answer says what happened.
+        # The answer is useful without its activations; it contains the error.
         self._failed = str(getattr(error, "cause", None) or error)
         logger.warning("run %s was not stored: %s", self.id, self._failed)
 
     async def report(self, event: Finished) -> RunReport:
-        """Store what was recorded last and say where all of it lies; durable when it answers."""
+        """Store the last rows and report where the run is stored; it is durable when this returns."""
         assert self.job.capture is not None
         if self._sending is not None:
             await self._sending
@@ -160,11 +160,11 @@ class OpenRun:
         return replace(report, status="stored", points=points, node=stored.node)
 
     def text_offsets(self, captured: Captured, generated: Sequence[int]) -> list[int]:
-        """Characters of prompt + generated text before each recorded token.
+        """The number of characters of prompt + answer before each recorded token.
 
         Args:
-            captured: The rows that follow those of earlier calls.
-            generated: All generated tokens, or none where the rows are contiguous with earlier ones.
+            captured: Rows that follow those of earlier calls.
+            generated: All generated tokens; empty if the rows are contiguous with earlier ones.
         """
         ends, prompt = self._offsets.ends, self.request.prompt
         if len(ends) == 1:
@@ -178,13 +178,13 @@ class OpenRun:
         return [ends[position] for position in captured.positions]
 
     def text(self, event: Finished) -> str:
-        """Prompt and generated text, special tokens included."""
+        """The text of prompt and answer, including special tokens."""
         tokens, known = (*event.prompt, *event.tokens), len(self._offsets.ends) - 1
         self._offsets.add(tokens[known:])
         return self._offsets.close()
 
     def drop(self) -> None:
-        """Forget the run: its client has gone, or it failed."""
+        """Discard the run: its client has disconnected, or it failed."""
         self._end_renewing()
         if self._sending is not None:
             self._failed = self._failed or "the request was cancelled"
@@ -198,10 +198,10 @@ def chosen_tokens(request: Request) -> Tokens:
 
 
 def recordable(request: Request) -> Sequence[int]:
-    """Positions of the tokens that one choice may record, at the most.
+    """Positions of the tokens that one choice may record at most.
 
     Raises:
-        RequestError: It cannot have such a token; names the field.
+        RequestError: It has no such token; names the field.
     """
     tokens, most = chosen_tokens(request), len(request.prompt) + request.max_tokens
     if tokens.apart and tokens.stop is not None and tokens.stop > most:

@@ -1,4 +1,4 @@
-"""Turns a job into the engine's requests: prompts, points, tensors, readouts, grammars, and the operator's limits."""
+"""Converts a job to engine requests: prompts, points, tensors, readouts, grammars, and the operator's limits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from deployments.replica.tickets import RunningChoice
 
 
 class Preparation:
-    """Makes a job's requests, and rejects what cannot be served."""
+    """Makes a job's requests, and rejects jobs that cannot be served."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class Preparation:
         reader: Any,
         pool: Executor,
     ) -> None:
-        """Store what each request is prepared with.
+        """Store the parts that requests are made from.
 
         Args:
-            options: The operator's.
-            engine: It has the model.
+            options: The operator's options.
+            engine: The engine with the model.
             chat: The model's chat format.
-            prompts: Turns jobs into prompts.
-            runs: The way to the activation store.
+            prompts: Makes the prompts of jobs.
+            runs: The interface to the activation store.
             store: The activation store's handle, for tensors and readouts.
             reader: The handle of the store's reader, for stored rows.
-            pool: Where the work is done, off the event loop.
+            pool: Executes the work outside the event loop.
         """
         self._options = options
         self._engine = engine
@@ -81,15 +81,15 @@ class Preparation:
 
     @contextlib.contextmanager
     def lending(self, job_id: str) -> Iterator[None]:
-        """Hold the tensors and readouts that a job fetches in the block, until it ends."""
+        """Keep the tensors and readouts that a job fetches in the block until the job ends."""
         with self._stored_tensors.lending(job_id), self._readouts.lending(job_id):
             yield
 
     async def choices(self, job: Job, streamed: bool) -> dict[str, RunningChoice]:
-        """A job's choices, by the ids of their requests.
+        """A job's choices by the ids of their requests.
 
         Raises:
-            RequestError: It cannot be served as it is.
+            RequestError: The job cannot be served.
         """
         fetched = await self._stored_tensors.fetch(job)
         held = await self._readouts.fetch(job)
@@ -99,10 +99,10 @@ class Preparation:
         return choices
 
     async def check(self, job: Job) -> None:
-        """Reject a job without prompts whose captures or changes do not fit the model.
+        """Reject a job without prompts whose captures or interventions do not fit the model.
 
         Raises:
-            RequestError: They do not.
+            RequestError: They do not fit.
         """
         with self.lending(job.id):
             fetched = await self._stored_tensors.fetch(job)
@@ -115,7 +115,7 @@ class Preparation:
     def _choices(
         self, job: Job, fetched: FetchedTensors, held: Mapping[str, Readout], streamed: bool
     ) -> dict[str, RunningChoice]:
-        """Everything that is to be done before the engine: off the event loop, since it takes time."""
+        """All preparation that takes time and so runs outside the event loop."""
         prompts = self._prompts.of(job)
         if job.capture:
             job.capture.check_prompts(len(prompts))
@@ -158,7 +158,7 @@ class Preparation:
         return choices
 
     def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:
-        """What takes a chat's answer apart."""
+        """The parser of a chat's answer; None if it needs none."""
         return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls, streamed)
 
     def _request(

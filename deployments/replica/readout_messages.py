@@ -1,4 +1,4 @@
-"""Readouts' values and edits' reports as messages, and the bound on how many one answer may have."""
+"""Messages with readout values and edit reports, and the limit on their size."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from deployments.engine.request import ReadoutRows, Request
 from deployments.errors import RequestError
 from deployments.messages import EditReport, ReadoutValues
 
-if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
+if TYPE_CHECKING:  # Serve's controller and proxies import this module without torch
     from deployments.engine.edits import Edit
 
 
 def values_of(request: Request, rows: Sequence[ReadoutRows]) -> Iterator[ReadoutValues]:
-    """Rows as messages: those of the prompt's tokens, then those of generated ones."""
+    """Convert rows to messages: first those of the prompt's tokens, then those of generated ones."""
     prompt = len(request.prompt)
     for part in rows:
         source = request.readouts[part.index].source
@@ -39,10 +39,10 @@ def edit_reports(edits: Sequence[Edit]) -> Iterator[EditReport]:
 
 
 def check_size(requests: Sequence[Request], limit: int) -> None:
-    """Refuse what could put more numbers into one answer than the operator's limit.
+    """Reject requests whose answer could have more numbers than the operator's limit.
 
     Raises:
-        RequestError: It could.
+        RequestError: It could have more.
     """
     count = 0
     for request in requests:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
-from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
+from ray.serve.context import _get_global_client  # the only way to find the proxies' addresses
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
@@ -34,31 +34,31 @@ from deployments.replica.engine_loading import description, load_engine
 from deployments.replica.metrics import EngineMetrics, RequestMetrics
 from deployments.replica.tickets import Ticket
 
-if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
+if TYPE_CHECKING:  # Serve's controller and proxies also import this module, without torch
     from deployments.client_code.runner import CodeRunner
     from deployments.engine.engine import Engine
 
 logger = logging.getLogger("ray.serve")
-EXIT_S = 5.0  # for which a replica whose engine has ended waits until its requests are answered
-MOST_TEXTS = 64  # that are turned into tokens, or back, or wait for it
+EXIT_S = 5.0  # how long a replica whose engine has ended waits until its requests are answered
+MOST_TEXTS = 64  # texts that are being tokenized or detokenized, or wait for it
 
 
 @serve.deployment(max_ongoing_requests=100_000, health_check_period_s=5)
 class ModelReplica:
     """Holds one copy of a model and one engine.
 
-    Admission is its own: Serve's limits stand above `max_running + max_queued`.
+    It does its own admission: Serve's limits are above `max_running + max_queued`.
     """
 
     def __init__(self, options: Options, store: Any = None) -> None:
         """Load the model and start the engine's thread.
 
         Args:
-            options: The operator's.
-            store: The activation store's handle; by default that of the operator's directory.
+            options: The operator's options.
+            store: The activation store's handle; by default the store of the operator's directory.
 
         Raises:
-            LoadError: The model cannot be loaded, or Ray's ports are open to everybody.
+            LoadError: The model cannot be loaded, or Ray's ports are open to everyone.
         """
         check_ray(options)
         from deployments.chat.prompts import Prompts
@@ -76,9 +76,9 @@ class ModelReplica:
         self._engine = loaded.result()
         self._model = self._engine.model
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
-        self._texts_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")  # keeps no generation waiting
-        self._texts = 0  # in it
-        writer = reader = store  # a test's own does all
+        self._texts_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")  # delays no generation
+        self._texts = 0  # number of texts in the pool
+        writer = reader = store  # tests pass a store that does everything
         if store is None:
             store = connect(options.activations_dir, options.archive, options.archive_cache_bytes)
             reader = connect_reader(options.activations_dir, options.archive)
@@ -99,16 +99,16 @@ class ModelReplica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client_code = self._runner() if options.allow_client_code else None
 
-    # ---- what the ingress and Serve call
+    # ---- called by the ingress and Serve
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
-        """Run a job; each item holds all messages that gathered since the last."""
+        """Run a job; each item holds all messages since the last one."""
         async with contextlib.aclosing(self._run(job, streamed=True)) as items:
             async for gathered in items:
                 yield gathered
 
     async def complete(self, job: Job) -> list[Message]:
-        """Run a job and give all its messages at once."""
+        """Run a job and return all its messages at once."""
         async with contextlib.aclosing(self._run(job, streamed=False)) as items:
             return [message async for gathered in items for message in gathered]
 
@@ -149,7 +149,7 @@ class ModelReplica:
             return self._late(begun=False)
 
     def _end_late(self, ticket: Ticket) -> None:
-        """Tell a job that its time is over."""
+        """End a job whose time limit has passed."""
         ticket.messages.put_nowait(self._late(begun=any(map(self._engine.has_begun, ticket.choices))))
 
     def _late(self, begun: bool) -> Refusal:
@@ -158,21 +158,21 @@ class ModelReplica:
         return Refusal(message, None, code, 504)
 
     async def run_code(self, job: CodeJob) -> None:
-        """Run a client's own code; its updates go to the board of jobs.
+        """Run a client's code; its updates go to the job board.
 
         Raises:
-            RequestError: The operator does not allow it, it asks for another model, or too many wait.
+            RequestError: The operator does not allow it, it names another model, or too many jobs wait.
         """
         if self._client_code is None:
             raise RequestError("this model was loaded without allow_client_code", None, "client_code_off", 403)
         await self._client_code.run(job)
 
     async def tokenize(self, text: Text) -> dict[str, Any] | Refusal:
-        """A text's tokens."""
+        """The tokens of a text."""
         return await self._off_loop(self._prompts.tokenize, text)
 
     async def detokenize(self, tokens: Sequence[int], strings: bool = False) -> dict[str, Any] | Refusal:
-        """The text of tokens; with `strings`, each token's own, too."""
+        """The text of tokens; with `strings`, also each token's own text."""
         return await self._off_loop(self._prompts.detokenize, tokens, strings)
 
     async def _off_loop(self, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any] | Refusal:
@@ -192,7 +192,7 @@ class ModelReplica:
             self._texts -= 1
 
     async def check(self, job: Job) -> dict[str, Any] | Refusal:
-        """Nothing, where what a job without prompts records and changes is there in the model."""
+        """Empty if the captures and interventions of a job without prompts fit the model; otherwise the refusal."""
         try:
             await self._preparation.check(job)
         except RequestError as refused:
@@ -200,7 +200,7 @@ class ModelReplica:
         return {}
 
     async def check_readout(self, point: str, hidden: int) -> dict[str, Any] | Refusal:
-        """Nothing, where a readout of so many entries fits a point of the model."""
+        """Empty if a readout of `hidden` entries fits a point of the model; otherwise the refusal."""
         from deployments.interventions.used_readouts import point_of
 
         try:
@@ -210,25 +210,25 @@ class ModelReplica:
         return {}
 
     async def describe(self) -> dict[str, Any]:
-        """The model as `/v1/models` shows it."""
+        """The model's description in `/v1/models`."""
         return self._described
 
     async def structure(self) -> dict[str, Any]:
-        """What the model is made of."""
+        """The model's modules and points."""
         return self._structure
 
     async def settings(self) -> dict[str, Any]:
-        """How the model was loaded, as `/models/load` takes it."""
+        """The settings of the loaded model, in the form of `/models/load`."""
         return self._options.model_dump(mode="json", include=SETTINGS)
 
     async def statistics(self) -> dict[str, Any]:
-        """What the engine is doing now."""
+        """The engine's statistics now."""
         return asdict(self._engine.statistics)
 
     def check_health(self) -> None:
-        """Raise RuntimeError where the engine's thread has ended or one step takes too long.
+        """Raise RuntimeError if the engine's thread has ended or one step takes too long.
 
-        Serve asks every few seconds, which is when the metrics follow, too.
+        Serve calls this every few seconds; the call also updates the metrics.
         """
         self._metrics.update(self._engine.statistics)
         if not self._thread.is_alive():
@@ -239,7 +239,7 @@ class ModelReplica:
             raise RuntimeError(f"the engine has been in one step for {since:.0f} s")
 
     def __del__(self) -> None:
-        # Serve calls this when the replica's requests are done, and Python where the model could not be loaded.
+        # Serve calls this after the replica's requests have ended, Python if the model could not be loaded.
         if (client_code := getattr(self, "_client_code", None)) is not None:
             client_code.close()
         if hasattr(self, "_engine"):
@@ -256,18 +256,18 @@ class ModelReplica:
         assert serve_client is not None
         return runner(self._options, self._model, serve_client.http_config.host)
 
-    # ---- the engine's side
+    # ---- the engine's thread
 
     def _run_engine(self, loaded: Future[Engine]) -> None:
         """Load the model and run its engine.
 
-        Both on this thread: OpenMP keeps a team of threads for each thread that has computed, and where all teams
-        together have more threads than the machine has cores, they sleep instead of spin between operations, which
-        made a small model's steps half as long again.
+        Both run on this thread, because OpenMP keeps a team of threads for each thread that has computed. If all teams
+        together have more threads than the machine has cores, they sleep instead of spinning between operations; a
+        small model's steps then take half as long again.
         """
         try:
             engine = load_engine(self._options)
-        except BaseException as error:  # noqa: BLE001 - raised again where the replica is being made
+        except BaseException as error:  # noqa: BLE001 - raised again in the constructor
             loaded.set_exception(error)
             return
         loaded.set_result(engine)
@@ -275,7 +275,7 @@ class ModelReplica:
             engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
         except BaseException:  # any error of the engine's thread fails all requests and replaces the replica
             logger.exception("the engine has ended")
-            if self._loop is None:  # there was no job yet
+            if self._loop is None:  # no job has arrived yet
                 self._fail_all()
             self._on_loop(self._fail_all)
             if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
@@ -283,15 +283,15 @@ class ModelReplica:
             raise
 
     def _fail_all(self) -> None:
-        """Answer the jobs that came before the engine's end; on the event loop, so that those after it see it."""
+        """Fail the jobs that arrived before the engine ended; runs on the event loop, so later jobs see the failure."""
         self._ended = True
         self._delivery.fail_all(ENGINE_ENDED)
 
     def _exit(self) -> None:
         """End this process once its waiting requests are answered.
 
-        Serve notices a lost process at once. A replica whose health checks fail would get requests for many seconds
-        more, and the most of all, since it has none under way.
+        Serve notices a lost process at once. A replica with failing health checks would receive requests for many more
+        seconds, and more than the others, because it has none running.
         """
         limit = time.monotonic() + EXIT_S
         while len(self._delivery) and time.monotonic() < limit:
@@ -300,17 +300,17 @@ class ModelReplica:
         os._exit(1)
 
     def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
-        """Go over from the engine's thread to the event loop, which is there once a job is."""
+        """Call from the engine's thread onto the event loop, which exists once a job has arrived."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(call, *args)
 
-    # ---- a job's way in
+    # ---- admission
 
     async def _admit(self, job: Job, streamed: bool) -> Ticket:
         """Render, tokenize, check and queue a job.
 
         Raises:
-            RequestError: It cannot be served as it is.
+            RequestError: The job cannot be served.
         """
         self._loop = asyncio.get_running_loop()
         wanted, room = max(1, len(job.prompts)) * job.n, self._options.max_running + self._options.max_queued
@@ -325,7 +325,7 @@ class ModelReplica:
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices)
-        # After submitting: `_fail_all` answers the jobs that came before the engine's end.
+        # After submitting: `_fail_all` answers the jobs that arrived before the engine's end.
         if self._ended or not self._thread.is_alive():
             self._delivery.drop(ticket)
             raise RequestError(NOT_TAKEN, None, "unavailable", 503)
@@ -333,7 +333,7 @@ class ModelReplica:
 
 
 async def _gather(messages: asyncio.Queue[Message]) -> list[Message]:
-    """The next message, and all that are there already."""
+    """Wait for the next message, and return it with all others that have arrived."""
     gathered = [await messages.get()]
     while not messages.empty():
         gathered.append(messages.get_nowait())

@@ -28,38 +28,38 @@ from deployments.points.interventions import as_sent
 from deployments.replica.open_run import OpenRun, chosen_tokens, recordable
 
 PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
-ROOM_S = 30.0  # the longest that a request waits for the store's answer that it has room
+ROOM_S = 30.0  # the longest wait for the store to confirm that it has room
 
 
 class Runs:
-    """A replica's way to the activation store."""
+    """A replica's interface to the activation store."""
 
     def __init__(self, options: Options, model: Model, token_texts: TokenTexts, store: Any, pool: Executor) -> None:
-        """Store what every run's description has in common.
+        """Store the parts that all runs' descriptions share.
 
         Args:
             options: The operator's.
-            model: The model that is recorded.
-            token_texts: How its tokens are written.
-            store: The actor that takes this node's runs: the activation store, or the node's writer.
-            pool: Where rows are laid out, off the event loop.
+            model: The recorded model.
+            token_texts: The texts of its tokens.
+            store: The actor that receives this node's runs: the activation store, or the node's writer.
+            pool: Converts rows outside the event loop.
         """
         self._options = options
         self._model = model
         self._token_texts = token_texts
         self._store = store
         self._pool = pool
-        # Looking one up takes two milliseconds.
+        # A lookup takes two milliseconds.
         self._versions = {name: importlib.metadata.version(name) for name in PACKAGES}
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Refuse what could record more than the operator's limits.
+        """Reject requests that could record more than the operator's limits.
 
         Args:
-            requests: All choices of one job, which capture alike.
+            requests: All choices of one job, which have the same capture.
 
         Raises:
-            RequestError: They could hold more bytes, or an inline answer more numbers.
+            RequestError: They could exceed the limit of bytes, or an inline answer that of numbers.
         """
         capture, points = requests[0].capture, requests[0].points
         if capture is None:
@@ -93,14 +93,14 @@ class Runs:
             raise RequestError(message, "capture.return", "capture_too_large")
 
     async def check_room(self, job: Job, requests: Sequence[Request]) -> None:
-        """Refuse, before it runs, a job whose activations are required and that the store cannot take now.
+        """Reject a job in advance if it requires its activations and the store cannot take them now.
 
         Args:
             job: The job.
-            requests: As for `check`. The store is not asked where they would be answered without it.
+            requests: See `check`. The store is not asked if the answer does not depend on it.
 
         Raises:
-            RequestError: The store has no room, with its reason, or does not answer.
+            RequestError: The store has no room, with the reason, or does not answer.
         """
         capture, points = requests[0].capture, requests[0].points
         if capture is None or not capture.required or capture.destination == "inline":
@@ -117,11 +117,11 @@ class Runs:
             raise RequestError(message, "capture.required", "store_unavailable", 503) from error
 
     def open(self, job: Job, request: Request, index: int) -> OpenRun:
-        """The run of the job's choice of this index, which takes its rows as they come."""
+        """Open the run of a job's choice; it takes rows as they arrive."""
         return OpenRun(self, job, request, index, TextOffsets(self._token_texts))
 
     async def append(self, run: OpenRun, captured: Captured, part: int) -> None:
-        """Send rows of a run that is not finished; they need no memory here when this returns.
+        """Send rows of an unfinished run; they no longer need memory here when this returns.
 
         Raises:
             StoreError: The store cannot take them; or its errors over Ray.
@@ -130,7 +130,7 @@ class Runs:
         await self._store.append.remote(run.job.session_id, run.id, part, [batch], run.most, run.job.fence)
 
     async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
-        """Send a run's last rows; durable when it answers.
+        """Send a run's last rows; they are durable when this returns.
 
         Raises:
             StoreError: The store cannot take them; or its errors over Ray.
@@ -143,15 +143,15 @@ class Runs:
         return stored
 
     def renew(self, run: OpenRun) -> None:
-        """Tell the store that a run goes on."""
+        """Report to the store that a run continues."""
         self._store.renew.remote(run.job.session_id, run.id)
 
     def abandon(self, run: OpenRun) -> None:
-        """Drop a run that will not be finished from the store."""
+        """Discard an unfinished run from the store."""
         self._store.abandon.remote(run.job.session_id, run.id)
 
     async def _put(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
-        """A reference to rows in the object store; they are laid out off the event loop."""
+        """Put rows into the object store, converted outside the event loop, and return the reference."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured, generated)
 
     def _lay_out(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:

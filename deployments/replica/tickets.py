@@ -1,4 +1,4 @@
-"""Running jobs, and the messages that each of their choices has to send next."""
+"""Running jobs, and the next messages of each choice."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class RunningChoice:
     """One running sequence of a job, and its next message.
 
     Attributes:
-        index: Which of the job's choices it is.
+        index: The choice's index in the job.
         request: The engine's request.
-        reader: Finds thoughts and tool calls in its text.
-        run: Takes what it records.
-        echo: The prompt that its text begins with.
-        text: Text to say next.
-        reasoning: Thoughts to say next.
-        calls: Parts of tool calls to say next.
-        scored: Tokens whose logprobs go with the next message.
-        lens: Tokens whose layers go with it, if they are requested.
-        token_ids: Token ids that go with the next message.
-        prompt_ids: Those of the prompt, which go with the first.
-        readouts: Rows of readouts that go with the next message.
-        logprob: Of all its tokens together.
+        reader: Finds reasoning and tool calls in its text.
+        run: Receives its recorded rows.
+        echo: The prompt at the start of its text.
+        text: Text to send next.
+        reasoning: Reasoning to send next.
+        calls: Parts of tool calls to send next.
+        scored: Tokens with logprobs for the next message.
+        lens: Tokens with the logit lens for the next message, if requested.
+        token_ids: Token ids for the next message.
+        prompt_ids: The prompt's token ids, for the first message.
+        readouts: Rows of readouts for the next message.
+        logprob: The sum over all its tokens.
         ended: The engine has ended it.
     """
 
@@ -56,14 +56,14 @@ class RunningChoice:
     ended: bool = False
 
     def add(self, text: str) -> None:
-        """Take more of the model's text."""
+        """Append the model's next text."""
         if self.reader:
             self._take(self.reader.add(text))
         else:
             self.text += text
 
     def close(self) -> None:
-        """Take what the reader held back, at the end."""
+        """Append the text that the reader held back, at the end."""
         if self.reader:
             self._take(self.reader.close())
 
@@ -73,7 +73,7 @@ class RunningChoice:
         self.calls += written.tool_calls
 
     def take_piece(self) -> Piece | None:
-        """What is to be said now; logprobs and layers of tokens whose text is held back wait with it."""
+        """The next message, or None; logprobs and lens of tokens whose text is held back wait with it."""
         if not (self.text or self.reasoning or self.calls):
             return None
         piece = Piece(self.index, self.text, self.calls, reasoning=self.reasoning, **self.take_tokens())
@@ -81,7 +81,7 @@ class RunningChoice:
         return piece
 
     def take_tokens(self) -> dict[str, Any]:
-        """The fields of a message for the tokens since the last message."""
+        """The fields of a message about the tokens since the last message."""
         taken = {
             "logprobs": tuple(self.scored),
             "token_ids": tuple(self.token_ids),
@@ -101,8 +101,8 @@ class Ticket:
     Attributes:
         job: The job.
         choices: Its choices by engine request id.
-        messages: Its messages, as they come.
-        open: Choices that have not said End.
+        messages: The queue of its messages.
+        open: Choices that have not sent `End`.
         tasks: Choices that are ending.
     """
 
@@ -113,6 +113,6 @@ class Ticket:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def say(self, choice: RunningChoice) -> None:
-        """Say what a choice has to say now."""
+        """Send a choice's next message, if there is one."""
         if piece := choice.take_piece():
             self.messages.put_nowait(piece)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evals.compare.comparison import Compared, Run, compare, differing, load_runs
+from evals.compare.comparison import Comparison, Run, compare, differing, load_runs
 from evals.config import EvalError
 from evals.gsm8k.screen import COUNTED, aligned, chances, columns, heads, interval, number, points
 from evals.report.charts import SHARES, around_zero
@@ -14,7 +14,7 @@ from evals.report.page import template
 from evals.results.results import write_whole
 from evals.scoring import RULES
 
-OWN_RULES_NOTE = "outcomes and rewards are by each run's own rule: --resume --rule scores a run anew by another"
+OWN_RULES_NOTE = "outcomes and rewards are by each evaluation's own rule: --resume --rule scores one anew by another"
 MAX_WIDTH = 48  # characters of a setting on the screen
 
 
@@ -25,10 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the options; without it the process's own.
 
     Returns:
-        0; 2 where a directory holds no finished run, or they have nothing to compare.
+        0; 2 where a directory holds no finished evaluation, or they have nothing to compare.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m evals.compare", description="Compare runs with the first one.", allow_abbrev=False
+        prog="python -m evals.compare", description="Compare evaluations with the first one.", allow_abbrev=False
     )
     parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="results directories, two or more")
     parser.add_argument("--html", type=Path, help="also write a self-contained page")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def render(runs: Sequence[Run], found: Sequence[Compared]) -> str:
+def render(runs: Sequence[Run], found: Sequence[Comparison]) -> str:
     """The comparison as aligned plain text."""
     lines = [aligned([[run.name, *_about(run)] for run in runs])]
     for of in found:
@@ -65,7 +65,7 @@ def render(runs: Sequence[Run], found: Sequence[Compared]) -> str:
     return "\n".join(lines)
 
 
-def write_page(path: Path, runs: Sequence[Run], found: Sequence[Compared]) -> None:
+def write_page(path: Path, runs: Sequence[Run], found: Sequence[Comparison]) -> None:
     """Writes the comparison as a page, whole or not at all."""
     bounds = [bound for of in found for _, _, pair in of.paired for bound in pair["ci95"] or ()]
     rewards = dict.fromkeys(name for of in found for _, condition in of.rows for name in condition["rewards"])
@@ -88,7 +88,7 @@ def _about(run: Run) -> list[str]:
     return [run.summary["model"], run.summary["dataset"], f"{counts['problems']} problems", ended]
 
 
-def _conditions(of: Compared) -> str:
+def _conditions(of: Comparison) -> str:
     rewards = list(dict.fromkeys(name for _, condition in of.rows for name in condition["rewards"]))
     rows = [["", *heads(of.rule), "tokens/s", *rewards, "reward"]]
     for name, c in of.rows:

@@ -38,7 +38,7 @@ class Run:
     config: Record
 
 
-class Compared(NamedTuple):
+class Comparison(NamedTuple):
     """Runs in one condition, or in the only one that each has.
 
     Attributes:
@@ -61,7 +61,7 @@ def load_runs(directories: Sequence[Path]) -> list[Run]:
     """Results directories by their names, as they were given; with as much of their paths as distinguishes them.
 
     Raises:
-        EvalError: one holds no finished run, or is named twice, perhaps by a link.
+        EvalError: one holds no finished evaluation, or is named twice, perhaps by a link.
     """
     given = [directory.expanduser() for directory in directories]
     real: dict[Path, Path] = {}
@@ -81,7 +81,7 @@ def load_runs(directories: Sequence[Path]) -> list[Run]:
     ]
 
 
-def compare(runs: Sequence[Run]) -> list[Compared]:
+def compare(runs: Sequence[Run]) -> list[Comparison]:
     """The conditions that at least two of the runs have; where there is none, the only one that each has.
 
     Raises:
@@ -94,12 +94,12 @@ def compare(runs: Sequence[Run]) -> list[Compared]:
         return _corrected(found)
     if any(len(run.summary["conditions"]) != 1 for run in runs):
         listed = "; ".join(f"{run.name} has {', '.join(run.summary['conditions'])}" for run in runs)
-        raise EvalError(f"the runs share no condition: {listed}")
+        raise EvalError(f"the evaluations share no condition: {listed}")
     only = [(run, next(iter(run.summary["conditions"]))) for run in runs]
     return _corrected([_compared(" and ".join(key for _, key in only), only)])
 
 
-def _corrected(found: list[Compared]) -> list[Compared]:
+def _corrected(found: list[Comparison]) -> list[Comparison]:
     """The same with each p value corrected by Holm for all differences."""
     pairs = [pair for of in found for _, _, pair in of.paired]
     for pair, p in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
@@ -118,7 +118,7 @@ def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(name, _short(values)) for name, values in rows if len(set(values)) > 1]
 
 
-def _compared(title: str, of: list[tuple[Run, str]]) -> Compared:
+def _compared(title: str, of: list[tuple[Run, str]]) -> Comparison:
     conditions = [(run, run.summary["conditions"][key]) for run, key in of]
     (first, its), *others = conditions
     rule = first.summary["rule"]
@@ -127,7 +127,7 @@ def _compared(title: str, of: list[tuple[Run, str]]) -> Compared:
     for run, condition in others:
         b = _correct(run.directory, condition["mode"], condition["variant"], rule)
         paired.append((first.name, run.name, paired_difference(a, b)))
-    return Compared(
+    return Comparison(
         title,
         rule,
         [(run.name, condition) for run, condition in conditions],

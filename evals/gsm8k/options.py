@@ -65,12 +65,12 @@ OPTIONS: dict[str, tuple[str, type | Sequence[str]]] = {
     "transfer_activations": ("copy what was recorded into the results directory", bool),
     "inline_activations": ("values of each recorded point to put in each sample's record", int),
     "session_id": ("groups the recorded runs; without it gsm8k-<time>", str),
-    "results_dir": ("a directory without a run; without it ./results/gsm8k-<time>", str),
-    "resume": ("go on with the run in --results-dir: only what is missing, failed or was not stored is asked", bool),
+    "results_dir": ("a directory without an evaluation; by default ./results/gsm8k-<time>", str),
+    "resume": ("continue the evaluation in --results-dir: samples that are missing, failed or not stored", bool),
     "wait_healthy": ("seconds to wait for a Vitrine server that starts", float),
-    "serve": ("serve this model at the base URL for the run; port 0: a free one", str),
+    "serve": ("serve this model at the base URL for the evaluation; port 0: a free one", str),
     "fresh": ("restart the server if --serve left it running", bool),
-    "keep_running": ("let the server run on that --serve started", bool),
+    "keep_running": ("keep the server of --serve running", bool),
     "stages": (f"the stages to run, from {','.join(STAGES)} (default: all)", str),
     "smoke": ("check one captured request and end", bool),
 }
@@ -167,7 +167,7 @@ def earlier_options(directory: Path) -> Given:
             raise TypeError("config is no map")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{path} has no options of a run, which the stage configure writes; is --results-dir right? {error}"
+            f"{path} has no options of an evaluation, which the stage configure writes; is --results-dir right? {error}"
         ) from error
     return {name: value for name, value in options.items() if name in Config.model_fields.keys() - OF_ONE_CALL}
 

@@ -1,4 +1,4 @@
-"""The short text that a run ends with."""
+"""The summary that an evaluation prints at its end."""
 
 import platform
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def render(summary: dict[str, Any], directory: Path) -> str:
         lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
     lines += _sweep(summary)
     lines += _several(summary)
-    lines += _told(summary)
+    lines += _tools_and_reasoning(summary)
     lines += _readouts(summary["readouts"])
     if summary["not_paired"]:
         lines += ["", summary["not_paired"]]
@@ -117,7 +117,7 @@ def _several(summary: dict[str, Any]) -> list[str]:
     return ["", aligned(rows)] if rows else []
 
 
-def _told(summary: dict[str, Any]) -> list[str]:
+def _tools_and_reasoning(summary: dict[str, Any]) -> list[str]:
     """How the calculator was offered, where the template did not do it, and how much was thought."""
     thoughts = [
         f"{_name(c['mode'], c['variant'])}: {c['reasoning']['samples']} of {c['samples']} samples with thoughts, "

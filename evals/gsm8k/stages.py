@@ -33,19 +33,19 @@ from evals.task import text_tools
 from evals.task.few_shot import load_few_shot
 from evals.task.problems import load_problems, locate
 from evals.task.prompts import Prompts, load_variants
-from evals.task.rewards import Rewarding, load_rewards
+from evals.task.rewards import Rewarder, load_rewards
 from evals.task.rollouts import connect, run_all
 from evals.task.steering import asked
 from evals.task.trajectory import Sample, scored
 
 
-class Work(NamedTuple):
+class EvaluationInputs(NamedTuple):
     """What is asked, all that the answers hang on."""
 
     config: Config  # with the model's name
     problems: pa.Table
     prompts: Prompts
-    reward: Rewarding
+    reward: Rewarder
     record: Facts
 
     def score(self, sample: Sample) -> Sample:
@@ -130,7 +130,7 @@ def _named(config: Config) -> Config:
     return sampled_as_the_model(config)
 
 
-def prepare(config: Config) -> Work:
+def prepare(config: Config) -> EvaluationInputs:
     """Chooses what is asked.
 
     Args:
@@ -139,7 +139,7 @@ def prepare(config: Config) -> Work:
     Raises:
         EvalError: there are no such problems, texts or rewards, or no Ray.
     """
-    reward = Rewarding(load_rewards(config.rewards), _say)
+    reward = Rewarder(load_rewards(config.rewards), _say)
     if "generate" in config.stages:
         connect()
         terminate_as_interrupt()
@@ -155,10 +155,10 @@ def prepare(config: Config) -> Work:
         _say(f"--epochs {config.epochs}: at temperature 0 the answers to a problem are the same")
     record = facts(config, prompts, path, chosen)
     check(config, record, prompts.messages(chosen.problems["question"][0].as_py(), config.variants[0]))
-    return Work(config, chosen.problems, prompts, reward, record)
+    return EvaluationInputs(config, chosen.problems, prompts, reward, record)
 
 
-def _results(work: Work) -> Results:
+def _results(work: EvaluationInputs) -> Results:
     """The directory, new or gone on with."""
     config = work.config
     goes_on = config.resume or "configure" not in config.stages
@@ -183,12 +183,12 @@ def check_same(config: Config) -> None:
     options = (earlier.model_dump(mode="json"), config.model_dump(mode="json", exclude={"resume"}))
     if differing := changed(*options, MAY_DIFFER - {"rule", "rewards", "transfer_activations"}):
         raise EvalError(
-            f"{config.results_dir} is a run with other {', '.join(differing)}; a report takes them from there, and "
-            "--resume goes on with others where it can"
+            f"{config.results_dir} is an evaluation with other {', '.join(differing)}; a report takes them from there, "
+            "and --resume goes on with others where it can"
         )
 
 
-def generate(work: Work, results: Results) -> str | None:
+def generate(work: EvaluationInputs, results: Results) -> str | None:
     """Asks what is not answered yet, one mode after the other, so that each has its own tokens per second.
 
     Returns:
@@ -208,7 +208,7 @@ def generate(work: Work, results: Results) -> str | None:
     return None
 
 
-def _generate_mode(mode: Mode, work: Work, results: Results) -> Iterator[Sample]:
+def _generate_mode(mode: Mode, work: EvaluationInputs, results: Results) -> Iterator[Sample]:
     """Writes and counts the samples of one mode as they finish, behind one progress bar."""
     with Progress(mode, work.problems.num_rows * len(asked(work.config)) * work.config.epochs) as progress:
         for sample in read_samples(results.directory, mode):
@@ -232,7 +232,7 @@ def report(config: Config, incomplete: str | None) -> int:
         0; 1 if a sample failed or is missing, or activations that were to be stored are not known to be.
 
     Raises:
-        EvalError: the directory holds no run.
+        EvalError: the directory holds no evaluation.
     """
     summary = conclude(config.results_dir, incomplete, config)
     print(render(summary, config.results_dir))

@@ -47,7 +47,7 @@ def conclude(directory: Path, incomplete: str | None, now: Config | None = None)
         the summary. Where the transfer failed, `incomplete` says why.
 
     Raises:
-        EvalError: the directory holds no run.
+        EvalError: the directory holds no evaluation.
     """
     summary = summarize(directory, incomplete)
     config, recorded = Config.model_validate(summary["config"], context=STORED), summary["activations"]
@@ -83,7 +83,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         incomplete: why the run ended early, if it did.
 
     Raises:
-        EvalError: the directory holds no run, or one of an earlier version.
+        EvalError: the directory holds no evaluation, or one of an earlier version.
     """
     facts = read_json(directory / "config.json")
     config = Config.model_validate(facts["config"], context=STORED)
@@ -127,7 +127,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
 
 
 def _reasons(incomplete: str | None, missing: int, conditions: Conditions, facts: Facts) -> list[str]:
-    """Why a run is not complete."""
+    """Why an evaluation is not complete."""
     reasons = [incomplete] if incomplete else [f"{missing} samples are missing"] * bool(missing)
     if len(profiles := sum((tally.profiles for tally in conditions.values()), Counter[str]())) > 1:
         reasons.append(f"answers were made with several intervention profiles: {', '.join(sorted(profiles))}")

@@ -56,8 +56,8 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
         null.
 
     Raises:
-        EvalError: the directory holds no run, one that recorded nothing, or one whose answers are not scored by this
-            version, or not all of them yet.
+        EvalError: the directory has no evaluation, one that recorded nothing, or one whose answers are not all scored
+            by this version.
     """
     directory = Path(results_dir)
     config = Config.model_validate(read_json(directory / "config.json")["config"], context=STORED)

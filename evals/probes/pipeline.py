@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from evals.probes.fitting import baselines
-from evals.probes.fitting.fitting import Job, Outcome, probe_point
+from evals.probes.fitting.fitting import FitJob, Outcome, probe_point
 from evals.probes.fitting.folds import permuted, split
 from evals.probes.fitting.headline import choose
 from evals.probes.fitting.selectivity import control_task, selectivity
@@ -74,7 +74,7 @@ def sweep(**options: Any) -> Result:
     folds = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
     shuffled = permuted(data.positive, data.groups, data.names, given.permutations, given.seed)
     penalties, ranges = 1 / np.array(sorted(set(given.c))), data.examples.ranges
-    job = Job(data.examples.index, ranges, data.positive, folds, shuffled, tuple(given.methods), penalties)
+    job = FitJob(data.examples.index, ranges, data.positive, folds, shuffled, tuple(given.methods), penalties)
     task = control_task(given, data)
     with _threads(job):
         outcomes = _probe(job, data.examples.points, given.ray)
@@ -94,7 +94,7 @@ def sweep(**options: Any) -> Result:
     return Result(found, scores, tensors, given.out)
 
 
-def _probe(job: Job, points: Sequence[str], ray: str | None) -> list[Outcome]:
+def _probe(job: FitJob, points: Sequence[str], ray: str | None) -> list[Outcome]:
     """Every point's outcomes, in order."""
     if ray is not None:
         from evals.probes.fitting.by_ray import probe_points
@@ -106,7 +106,7 @@ def _probe(job: Job, points: Sequence[str], ray: str | None) -> list[Outcome]:
     return [outcome for outcomes in shown for outcome in outcomes]
 
 
-def _probe_here(job: Job, points: Sequence[str]) -> Iterator[list[Outcome]]:
+def _probe_here(job: FitJob, points: Sequence[str]) -> Iterator[list[Outcome]]:
     """Small points side by side, large ones one at a time."""
     if not _small(job):
         yield from (probe_point(job, point) for point in points)
@@ -115,13 +115,13 @@ def _probe_here(job: Job, points: Sequence[str]) -> Iterator[list[Outcome]]:
         yield from pool.map(lambda point: probe_point(job, point), points)
 
 
-def _small(job: Job) -> bool:
+def _small(job: FitJob) -> bool:
     """Whether a point's matrices are too small for several threads."""
     return len(job.positive) * max(column.width for column in job.index.columns.values()) < _SMALL
 
 
 @contextmanager
-def _threads(job: Job) -> Iterator[None]:
+def _threads(job: FitJob) -> Iterator[None]:
     """One thread of torch for small points, which several make slower."""
     threads = torch.get_num_threads()
     try:

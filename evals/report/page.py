@@ -44,7 +44,7 @@ def write_report(directory: Path, *, embed_bytes: int = EMBED_BYTES) -> Path:
         The page.
 
     Raises:
-        EvalError: the directory holds no finished run.
+        EvalError: the directory holds no finished evaluation.
     """
     path = directory / NAME
     part = path.with_suffix(".part")
@@ -73,7 +73,7 @@ def report_context(directory: Path) -> Record:
     """What the report shows, but for the samples.
 
     Raises:
-        EvalError: the directory holds no finished run.
+        EvalError: the directory holds no finished evaluation.
     """
     summary, config = finished(directory), read_json(directory / "config.json")
     conditions, plain = summary["conditions"], unswept(summary)
@@ -114,11 +114,11 @@ def finished(directory: Path) -> Record:
     """The summary of a results directory.
 
     Raises:
-        EvalError: the directory holds no finished run, or one of an earlier version.
+        EvalError: the directory holds no finished evaluation, or one of an earlier version.
     """
     path = directory / "summary.json"
     if not path.is_file():
-        raise EvalError(f"{directory} has no finished run: there is no {path.name}")
+        raise EvalError(f"{directory} has no finished evaluation: there is no {path.name}")
     summary = read_json(path)
     if "rule" not in summary:
         raise scored_earlier(directory)
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the options; without it the process's own.
 
     Returns:
-        0; 2 where there is no finished run.
+        0; 2 where there is no finished evaluation.
     """
     parser = argparse.ArgumentParser(prog="python -m evals.report", description="Write report.html again.")
     parser.add_argument("directory", type=Path, help="the results directory")

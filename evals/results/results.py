@@ -77,7 +77,7 @@ class Results(AbstractContextManager["Results"]):
         """
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts, ids):
-            raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
+            raise EvalError(f"--resume: {directory} is an evaluation with other {', '.join(differing)}")
         if facts["config"]["timeout"] > earlier["config"]["timeout"]:
             _forget_late(directory)  # before config.json has the longer one: this call may be killed
         again = set()
@@ -120,13 +120,13 @@ class Results(AbstractContextManager["Results"]):
 
 
 def check_new(directory: Path) -> None:
-    """Returns if a directory holds no run yet.
+    """Returns if a directory holds no evaluation yet.
 
     Raises:
         EvalError: it does.
     """
     if any((directory / name).exists() for name in (SAMPLES, "config.json")):
-        raise EvalError(f"--results-dir {directory} has a run already; use --resume to continue it")
+        raise EvalError(f"--results-dir {directory} already has an evaluation; use --resume to continue it")
 
 
 def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:

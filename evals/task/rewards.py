@@ -83,7 +83,7 @@ def load_rewards(weights: dict[str, float]) -> list[Reward]:
     return [Reward(name, weight, SHIPPED.get(name) or _imported(name)) for name, weight in weights.items()]
 
 
-class Rewarding:
+class Rewarder:
     """Rewards samples one after another.
 
     If a function fails, samples stay without a reward, and the first failure of each function is reported.

@@ -37,7 +37,7 @@ from evals.task.prompts import Prompts
 from evals.task.trajectory import Problem, Sample, failed, run_problem, sample_key
 
 ANY, NONE = -1, 0  # of Ray Data's tasks that may fail
-ASKED = pa.struct([("variant", pa.string()), ("epoch", pa.int32())])
+ATTEMPT = pa.struct([("variant", pa.string()), ("epoch", pa.int32())])
 logger = logging.getLogger(__name__)
 GATHER_S = 1.0  # seconds: each block costs Ray Data time and memory, on cores that the model may need
 
@@ -84,7 +84,7 @@ def run_all(
     }
     lost = ANY  # tasks that may die before the run does
     while count := sum(map(len, left.values())):
-        asked = pa.array(([{"variant": v, "epoch": e} for v, e in each] for each in left.values()), pa.list_(ASKED))
+        asked = pa.array(([{"variant": v, "epoch": e} for v, e in each] for each in left.values()), pa.list_(ATTEMPT))
         for sample in _stream(problems.append_column("asked", asked), mode, config, prompts, lost):
             left[sample.id] = tuple(one for one in left[sample.id] if one != (sample.variant, sample.epoch))
             yield sample

@@ -34,20 +34,20 @@ from serve_app.http.paging import first_page
 from serve_app.http.ranges import Download
 
 MOST_FENCES = 10_000
-PLAN_S = 300.0  # the longest that a page waits until the store has looked through the session's files
+PLAN_S = 300.0  # the longest wait for the store to read the index of a session's files
 
 
 class Backend:
     """Handles to the models and to the activation store.
 
     Attributes:
-        models: The models that are served.
-        loader: Loads and unloads others.
-        jobs: Clients' own code; None where the operator does not allow it.
+        models: The served models.
+        loader: Loads and unloads further models.
+        jobs: Clients' code; None if the operator does not allow it.
         profiles: Profiles of capture and interventions.
-        tensors: Safetensors files that clients send.
-        readouts: Readouts that clients install.
-        reads_unowned: Whether every key may read what has no owner.
+        tensors: Clients' safetensors files.
+        readouts: Clients' readouts.
+        reads_unowned: Whether every key may read data without an owner.
         metrics: Prometheus text of all nodes.
     """
 
@@ -55,10 +55,10 @@ class Backend:
         """Initialize the registries.
 
         Args:
-            options: The operator's.
+            options: The operator's options.
             app: The ingress's Serve application.
             store: The activation store's handle.
-            reader: Its reader's.
+            reader: Its reader's handle.
         """
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
@@ -73,7 +73,7 @@ class Backend:
         self._fences = OrderedDict[tuple[str, Account], str]()  # of the last sessions that jobs were admitted to
 
     async def sessions(self, account: Account, limit: int, after: str | None, filter: Filter) -> list[dict[str, Any]]:
-        """Sessions that hold a stored run of the filter, in the order of their ids.
+        """Sessions with a stored run that matches the filter, in the order of their ids.
 
         Raises:
             ApiError: 503.
@@ -81,7 +81,7 @@ class Backend:
         return await stored(self._reader.sessions.remote(limit, after, filter, account))  # type: ignore[no-any-return]
 
     async def runs(self, account: Account, filter: Filter, limit: int, after: str | None) -> list[dict[str, Any]]:
-        """Stored runs of the filter, the oldest first.
+        """Stored runs that match the filter, the oldest first.
 
         Raises:
             RequestError: There is no run `after`.
@@ -107,10 +107,10 @@ class Backend:
         return found | {"runs": runs, "files": files, "has_more": has_more}
 
     async def delete_session(self, account: Account, session_id: str) -> Sequence[str]:
-        """Delete a session; its files are gone when it returns, but for those of nodes that are away.
+        """Delete a session; when this returns, its files are deleted except on nodes that are offline.
 
         Returns:
-            The names of these nodes, which delete the session when they come back.
+            The names of the offline nodes, which delete the session when they return.
 
         Raises:
             RequestError: It is pinned.
@@ -124,7 +124,7 @@ class Backend:
         return deleted.away
 
     async def pin_session(self, account: Account, session_id: str, pinned: bool) -> None:
-        """Pin a session, or take its pin away; durable when it returns.
+        """Pin or unpin a session; durable when this returns.
 
         Raises:
             ApiError: 404; 503.
@@ -133,7 +133,7 @@ class Backend:
             raise _no_session(session_id)
 
     async def share_session(self, account: Account, session_id: str, shared: bool) -> None:
-        """Let every key read a session, or no more; durable when it returns.
+        """Let every key read a session, or end that; durable when this returns.
 
         Raises:
             ApiError: 404; 503.
@@ -142,10 +142,10 @@ class Backend:
             raise _no_session(session_id)
 
     async def admitted(self, job: Job) -> Job:
-        """A job that may record into its session, which is its sender's from then on where it had no owner.
+        """Admit a job that records into its session; a session without an owner becomes the sender's.
 
-        While the store does not answer, a session is still its sender's. If the store cannot admit the job, it has the
-        reason, and runs without storing: the answer is still useful.
+        While the store does not answer, a session stays its sender's. If the store cannot admit the job, the job runs
+        without storing and has the reason: its answer is still useful.
 
         Raises:
             RequestError: The session is another's; 403.
@@ -171,14 +171,14 @@ class Backend:
         """Stored runs as a file.
 
         Args:
-            account: Who asks.
-            choice: Which.
-            tag: Of the download that is gone on with: runs that were stored since it began are left out.
+            account: The caller's account.
+            choice: The chosen runs.
+            tag: The tag of a download to continue: runs stored since its start are left out.
 
         Raises:
-            RequestError: There is no such run or point, too much for one file, or too many wait for pages; 410, a file
-                of them is gone.
-            StoreError: A file of them is damaged.
+            RequestError: There is no such run or point, they are too large for one file, or too many requests wait for
+                pages; 410: a file was deleted.
+            StoreError: A file is damaged.
             ApiError: 404; 503.
         """
         what = f"session {choice.session_id}"
@@ -194,10 +194,10 @@ class Backend:
         return Download(found.tag, found.length, read)
 
     async def keep_profile(self, account: Account, profile: Profile) -> dict[str, Any]:
-        """Keep a profile; where its model is served, only what fits the model.
+        """Store a profile; if its model is served, the profile must fit the model.
 
         Args:
-            account: Whose it is.
+            account: The owner's account.
             profile: The profile.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Clients' code: finds the model of a job, sends the job there, and reads its status from the board of jobs."""
+"""Clients' code: sends a job to its model's replicas, and reads its status from the job board."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError, render
 from serve_app.http.ranges import whole
 
-STAY_S = 10.0  # between signs of a listener's life
-RESULTS_BYTES = 128 << 20  # of an owner's larger results that are sent at once; of one that is still larger, one
-BOARD_S = 60.0  # the longest that the board's answer is waited for; a listener's is empty well before
+STAY_S = 10.0  # between signals that a listener is connected
+RESULTS_BYTES = 128 << 20  # of an owner's large results sent at once; a result larger than this is sent alone
+BOARD_S = 60.0  # the longest wait for the board; its answer to a listener without updates comes well before
 
 
 class CodeJobs:
-    """Sends clients' jobs to replicas, and asks the board of jobs about them."""
+    """Sends clients' jobs to replicas, and reads their status from the job board."""
 
     def __init__(self, options: Options, models: Models, board: Any) -> None:
-        """Initialize with no jobs.
+        """Initialize without jobs.
 
         Args:
-            options: The operator's.
-            models: The models that are served.
+            options: The operator's options.
+            models: The served models.
             board: The board's handle.
         """
         self._models = models
@@ -42,10 +42,10 @@ class CodeJobs:
     async def send(
         self, key: ModelKey, block: bytes, compress: bool, env: dict[str, Any], listener: str, owner: str | None
     ) -> Update:
-        """Send a block to its model's replicas; what is to be said of it at once.
+        """Send a block to its model's replicas, and return its first status.
 
         Raises:
-            RequestError: Nobody listens by that name, or there are too many jobs.
+            RequestError: There is no such listener, or there are too many jobs.
             ApiError: 404, 503.
         """
         model = await self._models.of_repository(key.repo_id)
@@ -64,10 +64,10 @@ class CodeJobs:
             await _from_board(self._board.post.remote([Update(job.id, "ERROR", message)], []))
 
     async def listen(self, owner: str | None) -> str:
-        """A new listener's name.
+        """Open a listener and return its name.
 
         Args:
-            owner: Who listens; None without API keys.
+            owner: The listener's owner; None without API keys.
 
         Raises:
             RequestError: There are too many.
@@ -75,30 +75,30 @@ class CodeJobs:
         return await _from_board(self._board.listen.remote(owner))  # type: ignore[no-any-return]
 
     async def updates(self, listener: str) -> list[Update]:
-        """The updates that a listener has not received; may be none, after a while."""
+        """Wait for updates that a listener has not received; none after a timeout."""
         return await _from_board(self._board.updates.remote(listener))  # type: ignore[no-any-return]
 
     async def stay(self, listener: str) -> None:
-        """Give the board signs of a listener's life, without end."""
+        """Report to the board that a listener is connected, until cancelled."""
         while True:
             await _from_board(self._board.listens.remote(listener))
             await asyncio.sleep(STAY_S)
 
     async def leave(self, listener: str) -> None:
-        """A listener has gone; its jobs are stopped."""
+        """Close a listener; its jobs are stopped."""
         await _from_board(self._board.leave.remote(listener))
 
     async def status(self, account: Account, job_id: str, base_url: str) -> dict[str, Any]:
-        """What became of a job last, with the address of its result where there is one.
+        """The last status of a job, with the address of its result if there is one.
 
         Args:
-            account: Who asks.
+            account: The caller's account.
             job_id: The job.
-            base_url: The server's address as the client's request says it.
+            base_url: The server's address in the client's request.
 
         Raises:
-            ApiError: 410, also where it is another's, or there never was such a job: nnsight takes 404 for one that has
-                not begun; 503.
+            ApiError: 410 for an unknown or expired job and one of another owner, because nnsight reads 404 as a job
+                that has not started; 503.
         """
         found: tuple[Update, str | None] | None = await _from_board(self._board.latest.remote(job_id, account))
         if found is None:
@@ -110,7 +110,7 @@ class CodeJobs:
         return update.as_json | {"data": f"{base}/response/{job_id}/result?token={token}"}
 
     async def result(self, job_id: str, token: str) -> tuple[int, AsyncGenerator[bytes]]:
-        """The length of a finished job's result, and its bytes, which wait while others that are large are sent.
+        """The length and bytes of a finished job's result; a large one waits while other large ones are sent.
 
         Raises:
             ApiError: 404; 503.

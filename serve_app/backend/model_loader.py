@@ -1,6 +1,6 @@
 """Loading and unloading models while the server runs.
 
-Serve's status is the only record of what is loaded. Here are only the loads that this ingress waits for.
+Serve's status is the only record of loaded models. This module keeps only the loads that its ingress waits for.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from serve_app.backend.served_model import Phase
 from serve_app.http.errors import ApiError
 from serve_app.schemas.models import LoadRequest
 
-POLL_S = 0.2  # between two looks at a model's status in Serve
-REMOVAL_S = 30.0  # what the deletion of a model may take besides the requests that it lets end
+POLL_S = 0.2  # between two checks of a model's status in Serve
+REMOVAL_S = 30.0  # the time for deleting a model beyond the time for its running requests
 
 
 class Loader:
-    """Deploys models as Serve applications of their own, and deletes them."""
+    """Deploys models as separate Serve applications, and deletes them."""
 
     def __init__(self, options: Options, models: Models) -> None:
-        """Initialize with no loads under way.
+        """Initialize without loads.
 
         Args:
-            options: The operator's, whose resources each replica gets.
-            models: The models there are.
+            options: The operator's options, which set each replica's resources.
+            models: The known models.
         """
         self._options = options
         self._models = models
@@ -38,13 +38,13 @@ class Loader:
         self._deletions: dict[str, asyncio.Task[None]] = {}
 
     async def load(self, asked: LoadRequest) -> dict[str, Any]:
-        """Load a model, or return at once if it is loaded already; returns what is loaded.
+        """Load a model, or return at once if it is already loaded; returns its settings.
 
-        Who stops waiting does not stop the load.
+        A caller that stops waiting does not stop the load.
 
         Raises:
-            ApiError: 403, where its own code would have to run; 409, where it is loaded otherwise; 504.
-            LoadError: It cannot be loaded, and nothing of it is left.
+            ApiError: 403 if it needs its own code; 409 if it is loaded with other settings; 504.
+            LoadError: It cannot be loaded; it is removed completely.
         """
         if asked.trust_remote_code and not self._options.allow_remote_code:
             message = "this server does not run a repository's own code: its operator can set allow_remote_code"
@@ -56,10 +56,10 @@ class Loader:
         return await self._loaded(asked)
 
     async def unload(self, model_id: str) -> dict[str, Any]:
-        """Finish what a model's replicas run, then delete them.
+        """Finish the requests of a model's replicas, then delete them.
 
         Raises:
-            ApiError: 404; 409 for the model that the server started with; 504, while the deletion goes on.
+            ApiError: 404; 409 for the model that the server started with; 504, while the deletion continues.
         """
         await self._models.refresh()
         model = self._models.get(model_id)
@@ -80,10 +80,10 @@ class Loader:
         return {"ok": True, "model": model_id}
 
     def _joined(self, asked: LoadRequest) -> asyncio.Task[None]:
-        """The one load of a model that is under way, begun where there is none.
+        """The only load of a model in progress; starts one if there is none.
 
         Raises:
-            ApiError: 409, where the one under way is another.
+            ApiError: 409 if the load in progress has other settings.
         """
         if asked.model_id in self._loads:
             other, task = self._loads[asked.model_id]
@@ -99,9 +99,9 @@ class Loader:
         return task
 
     async def _deploy(self, asked: LoadRequest) -> None:
-        """Deploy a model and wait until all its replicas serve; where that fails, delete it again.
+        """Deploy a model and wait until all its replicas serve; on failure, delete it again.
 
-        All of it has one deadline. A deletion may continue after it, and the next load of the model waits for that.
+        All of it shares one deadline. A deletion may continue after it; the next load of the model waits for that.
         """
         deadline = asyncio.get_running_loop().time() + self._options.load_timeout_s
         running: asyncio.Future[Any] | None = None
@@ -112,7 +112,7 @@ class Loader:
                 if over or asked.model_id in self._deletions:
                     await asyncio.shield(self._deletion(asked.model_id))
                     model = self._models.get(asked.model_id)
-                if model is None:  # else another ingress loads it, or one did that is no more
+                if model is None:  # otherwise another ingress loads it, or one that no longer exists did
                     running = asyncio.ensure_future(self._run(asked))
                     await asyncio.shield(running)
                 await self._until_loaded(asked.model_id)
@@ -122,14 +122,14 @@ class Loader:
             message = f"it was not loaded within this server's limit of {self._options.load_timeout_s:g} s. {said}"
             await self._give_up(asked.model_id, deadline, running)
             raise ApiError(504, message.strip(), "model_id", "load_timeout") from error
-        except Exception:  # whatever ended the load, what it began is removed; then re-raise
+        except Exception:  # after any failure, remove what was deployed, then re-raise
             await self._give_up(asked.model_id, deadline, running)
             raise
 
     async def _run(self, asked: LoadRequest) -> None:
         options = self._options.of_another(asked.model_id, asked.settings)
         target = serve.RunTarget(loaded(options), name=self._models.name_of(asked.model_id), route_prefix=None)
-        # Serve blocks on its controller, hence a thread.
+        # Serve blocks on its controller, so use a thread.
         await asyncio.to_thread(
             serve.run_many,
             [target],
@@ -138,18 +138,18 @@ class Loader:
         )
 
     async def _until_loaded(self, model_id: str) -> None:
-        """Wait for a model that is being loaded.
+        """Wait for a model until it is loaded.
 
         Raises:
-            LoadError: Why it cannot be loaded.
-            ApiError: 409, where it is unloaded meanwhile.
+            LoadError: It cannot be loaded.
+            ApiError: 409 if it is unloaded meanwhile.
         """
         while True:
             await self._models.refresh(limit_s=None)
             model = self._models.get(model_id)
             if model is None or model.phase is Phase.UNLOADING:
                 raise ApiError(409, f"{model_id!r} was unloaded while it was loaded", "model_id", "model_unloaded")
-            # Serve counts failures until one replica has started; those of the others it repeats without end.
+            # Serve counts failures until one replica has started; it retries the others without limit.
             repeated = model.phase is Phase.LOADING and LoadError.quoted(model.message) is not None
             if model.phase is Phase.FAILED or repeated:
                 raise reason(model.message)
@@ -158,16 +158,16 @@ class Loader:
             await asyncio.sleep(POLL_S)
 
     async def _give_up(self, model_id: str, deadline: float, running: asyncio.Future[Any] | None) -> None:
-        """Delete what a failed load has left, and wait for that no longer than `REMOVAL_S` past the deadline."""
+        """Delete the remains of a failed load; wait at most `REMOVAL_S` past the deadline."""
         left = deadline + REMOVAL_S - asyncio.get_running_loop().time()
         await asyncio.wait([self._deletion(model_id, running)], timeout=left)
 
     def _deletion(self, model_id: str, running: asyncio.Future[Any] | None = None) -> asyncio.Task[None]:
-        """The one deletion of a model that is under way, begun where there is none.
+        """The only deletion of a model in progress; starts one if there is none.
 
         Args:
             model_id: The model.
-            running: Its deployment, which has to come first.
+            running: Its deployment, which must finish first.
         """
         if model_id not in self._deletions:
             task = asyncio.create_task(self._delete(model_id, running))
@@ -177,8 +177,8 @@ class Loader:
         return self._deletions[model_id]
 
     async def _delete(self, model_id: str, running: asyncio.Future[Any] | None) -> None:
-        """Delete a model's application; nothing of it is left when this returns. Serve lets requests end first."""
-        if running is not None:  # in a thread, which nothing stops
+        """Delete a model's application; it is removed when this returns. Serve finishes its requests first."""
+        if running is not None:  # runs in a thread, which cannot be stopped
             await asyncio.wait([running])
             await self._models.refresh(limit_s=None)
         model = self._models.get(model_id)
@@ -192,7 +192,7 @@ class Loader:
                 model = self._models.get(model_id)
 
     async def _loaded(self, asked: LoadRequest) -> dict[str, Any]:
-        """The loaded model, if it is the requested one.
+        """The loaded model, if it has the requested settings.
 
         Raises:
             ApiError: 409, with the first setting that differs.
@@ -207,7 +207,7 @@ class Loader:
 
 
 def reason(message: str) -> LoadError:
-    """Why a model is not loaded: as its replica said, or else the last line of what Serve says."""
+    """The reason why a model is not loaded: the replica's message, or else the last line of Serve's message."""
     said = LoadError.quoted(message)
     if said is not None:
         return said
@@ -216,6 +216,6 @@ def reason(message: str) -> LoadError:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Retrieve the error of a task without a caller, about which asyncio would warn."""
+    """Retrieve the exception of a task without a caller; asyncio would warn otherwise."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""The served models, from Serve's status alone, and the handles to call them.
+"""The served models, derived only from Serve's status, and the handles to call them.
 
 The model that the server started with belongs to the ingress's application. Each other model is its own application,
 named after the ingress's and the model: `default.models.Qwen--Qwen3-0.6B` is `Qwen/Qwen3-0.6B`.
@@ -27,13 +27,13 @@ CONTROLLER_S = 5.0  # the longest that a request waits for Serve's controller to
 
 
 class Models:
-    """Every model, by its id."""
+    """All models by id."""
 
     def __init__(self, options: Options, app: str) -> None:
-        """Initialize with the model that the server starts with; Serve's status lists the others.
+        """Initialize with the model that the server starts with; the others come from Serve's status.
 
         Args:
-            options: The operator's.
+            options: The operator's options.
             app: The ingress's application.
         """
         self._prefix = f"{app}.models."
@@ -41,7 +41,7 @@ class Models:
         self._limit_s = options.request_timeout_s
         self._default = None
         self._models_dir = os.path.normpath(options.models_dir)
-        # Other names of the model that the server starts with.
+        # Further names of the model that the server starts with.
         directories = [options.model, os.path.expanduser(options.model), str(WEIGHTS) if options.model == DEMO else ""]
         self._directories = {os.path.normpath(path): options.served_name for path in directories if path}
         if options.model != NO_MODEL:
@@ -52,7 +52,7 @@ class Models:
         self._asking: asyncio.Future[None] | None = None
 
     def name_of(self, model_id: str) -> str:
-        """The application of a model that is loaded by its repository id, in which `--` cannot occur."""
+        """The application name of a model that is loaded by its repository id, in which `--` cannot occur."""
         return self._prefix + model_id.replace("/", "--")
 
     def get(self, model_id: str) -> ServedModel | None:
@@ -64,15 +64,15 @@ class Models:
         return model is self._default
 
     async def find(self, model_id: str | None) -> ServedModel:
-        """A model that can be asked now; without an id, the one that the server started with, or the only one.
+        """A model that can serve now; without an id, the one that the server started with, or the only one.
 
-        Refuses while no replica runs: Serve's handle would wait for one without end. Goes by what was last known, and
-        asks again in the background when that is older than a second.
+        Raises while no replica runs, because Serve's handle would wait for one without limit. Uses the last known
+        state, and refreshes it in the background if it is older than a second.
 
         Raises:
-            ApiError: 404, with the ids that there are; 503 while it loads or no replica runs.
+            ApiError: 404, with the known ids; 503 while it loads or no replica runs.
         """
-        if model_id is None and self._default is None:  # another ingress may have loaded it
+        if model_id is None and self._default is None:  # another ingress may have loaded one
             await self.refresh()
         model_id = model_id or self._usual()
         model = self._known.get(model_id)
@@ -92,17 +92,17 @@ class Models:
         return model
 
     async def of_repository(self, repo_id: str) -> ServedModel:
-        """The model that nnsight's clients name by a repository or a directory; looked up among those served.
+        """The model that nnsight's clients name by a repository or a directory, among the served ones.
 
         Raises:
-            ApiError: As for `find`.
+            ApiError: See `find`.
         """
         wanted = os.path.normpath(repo_id)
         if wanted in self._directories:
             return await self.find(self._directories[wanted])
         if Path(wanted).is_relative_to(self._models_dir):
             return await self.find(str(Path(wanted).relative_to(self._models_dir)))
-        # nnsight asks the hub how it spells an id, in capitals and small letters.
+        # nnsight asks the hub for the spelling of an id in upper and lower case.
         same = [known for known in self._known if known.lower() == repo_id.lower()]
         return await self.find(same[0] if same else repo_id)
 
@@ -115,17 +115,17 @@ class Models:
 
     @property
     def loaded(self) -> list[ServedModel]:
-        """Every model that is served, as far as is known."""
+        """All served models, as far as known."""
         return [model for model in self._known.values() if model.phase is Phase.LOADED]
 
     async def describe(self) -> list[dict[str, Any]]:
-        """Every model that can answer now, as OpenAI lists it."""
+        """All models that can answer now, in OpenAI's format."""
         await self.refresh()
         described = await asyncio.gather(*(_describe(model) for model in self.loaded if model.up))
         return [description for description in described if description]
 
     async def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether every loaded model has a replica that can serve, and what `/health` says."""
+        """Whether every loaded model has a replica that can serve, and the body of `/health`."""
         await self.refresh()
         healthy = all(model.up for model in self.loaded)
         present = [model for model in self._known.values() if model.phase is not Phase.FAILED]
@@ -138,7 +138,7 @@ class Models:
 
     @contextmanager
     def going(self, model: ServedModel) -> Iterator[None]:
-        """Send a model no more requests, even before Serve's status shows that it is being deleted."""
+        """Send no more requests to a model, even before Serve's status shows its deletion."""
         self._going.add(model.id)
         model.phase = Phase.UNLOADING
         try:
@@ -147,23 +147,23 @@ class Models:
             self._going.discard(model.id)
 
     async def refresh(self, limit_s: float | None = CONTROLLER_S) -> None:
-        """Ask Serve which models there are; what is known then is no older than this call.
+        """Refresh the models from Serve; the result is no older than this call.
 
         Args:
-            limit_s: For how long to wait; None where the caller has a deadline of its own.
+            limit_s: The longest wait; None if the caller has a deadline of its own.
 
         Raises:
-            ApiError: 503, where the controller does not answer.
+            ApiError: 503 if the controller does not answer.
         """
         try:
             async with asyncio.timeout(limit_s):
                 before = self._asking
                 if before is not None and not before.done():
                     await asyncio.wait([before])
-                if self._asking is before:  # else another that waited has asked since
+                if self._asking is before:  # otherwise another waiting call has asked since
                     self._ask_again()
                 assert self._asking is not None
-                await asyncio.shield(self._asking)  # it goes on: asking again would only block another thread
+                await asyncio.shield(self._asking)  # shielded: asking again would only block another thread
         except TimeoutError as error:
             raise ApiError(503, "Serve's controller does not answer; try again", code="unavailable") from error
 
@@ -173,15 +173,15 @@ class Models:
 
     async def _ask(self) -> None:
         asked = time.monotonic()
-        status = await asyncio.to_thread(serve.status)  # asks Serve's controller, and blocks
+        status = await asyncio.to_thread(serve.status)  # calls Serve's controller, and blocks
         known = {}
         for model in self._among(status.applications):
             app = status.applications.get(model.app)
             phase = PHASES[app.status.value] if app else Phase.UNLOADING
             if model is self._default:
-                phase = Phase.LOADED  # models of the operator's options must be there
+                phase = Phase.LOADED  # models of the operator's options must exist
             elif model.id in self._going:
-                if phase is Phase.UNLOADING:  # Serve has the request: its status is right from now on
+                if phase is Phase.UNLOADING:  # Serve has the deletion: its status is correct from now on
                     self._going.discard(model.id)
                 phase = Phase.UNLOADING
             model.update(phase, app, asked)
@@ -189,7 +189,7 @@ class Models:
         self._known = known
 
     def _among(self, apps: Iterable[str]) -> Iterator[ServedModel]:
-        """The models that Serve has applications of, and the one that the server started with."""
+        """The models with applications in Serve, and the one that the server started with."""
         if self._default:
             yield self._default
         for app in apps:
@@ -199,7 +199,7 @@ class Models:
 
 
 async def _describe(model: ServedModel) -> dict[str, Any] | None:
-    """One model's entry in a list; None if it does not answer, so that the others are listed."""
+    """One model's entry in a list; None if it does not answer, so that the others are still listed."""
     try:
         return await model.describe()
     except (ApiError, *UNAVAILABLE) as error:

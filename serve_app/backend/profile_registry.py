@@ -1,4 +1,4 @@
-"""Profiles of capture and interventions: stored by the activation store, applied to requests."""
+"""Profiles of capture and interventions: kept in the activation store, applied to requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from serve_app.backend.client_data import ClientData
 from serve_app.http.errors import UNAVAILABLE, ApiError
 
 logger = logging.getLogger("ray.serve")
-FRESH_S = 1.0  # for how long an ingress takes the default profiles as known
-PATIENCE_S = 1.0  # the longest that a request waits for the store's answer whether they have changed
+FRESH_S = 1.0  # how long an ingress uses the default profiles without asking the store
+PATIENCE_S = 1.0  # the longest that a request waits for the store to report changes
 
 
 class Profiles(ClientData):
-    """Every profile; the defaults are known here, so that requests that name none need not ask for them.
+    """All profiles; the defaults are cached here, so that requests without a profile need not ask for them.
 
-    `get` and `delete` take the name of the owner after the profile's, from an admin.
+    For an admin, `get` and `delete` take the owner's name after the profile's.
     """
 
     kind, missing = "profiles", ("name", "profile", "profile")
@@ -35,7 +35,7 @@ class Profiles(ClientData):
 
         Args:
             store: The activation store's handle.
-            most: The most profiles of an owner who is no admin.
+            most: The most profiles of an owner who is not an admin.
         """
         super().__init__(store)
         self._most = most
@@ -45,7 +45,7 @@ class Profiles(ClientData):
         self._asking: asyncio.Future[None] | None = None
 
     async def put(self, account: Account, profile: Profile) -> dict[str, Any]:
-        """Keep a profile, in the place of one of its name; it is on disk when this returns.
+        """Store a profile, replacing one of the same name; it is on disk when this returns.
 
         Raises:
             RequestError: It is too large, there are too many, or only an admin may change a default.
@@ -58,7 +58,7 @@ class Profiles(ClientData):
             self._forget()
 
     async def delete(self, account: Account, name: str, *more: str | None) -> None:
-        """As for all client data; RequestError where only an admin may delete a default."""
+        """See `ClientData`; RequestError if only an admin may delete a default."""
         try:
             await super().delete(account, name, *more)
         finally:
@@ -67,17 +67,17 @@ class Profiles(ClientData):
     async def applied(
         self, job: Job, name: str | None, model: str, capture: Capture | None, store_activations: bool | None
     ) -> Job:
-        """A job with the fields of the profile that its request uses.
+        """Add the fields of the profile that a request uses to its job.
 
         Args:
-            job: As the request alone asks for it.
-            name: What the request names: a profile, `none`, or nothing, for the model's default.
+            job: The job of the request alone.
+            name: The request's profile, `none`, or None for the model's default.
             model: The model's id.
-            capture: As in the request, as `store_activations`.
-            store_activations: Whether to record, where there is no `capture`.
+            capture: The request's field.
+            store_activations: The request's field: whether to record without `capture`.
 
         Raises:
-            RequestError: There is no such profile, or it is another model's.
+            RequestError: There is no such profile, or it is for another model.
             ApiError: 503.
         """
         found = await self._default(model) if name is None else await self._named(job.account, name, model)
@@ -111,19 +111,19 @@ class Profiles(ClientData):
         return profile, found["default"]
 
     async def _default(self, model: str) -> tuple[Profile, bool] | None:
-        """A model's default profile, as it was a second ago at the earliest.
+        """A model's default profile, at most a second old.
 
-        While the store does not answer, what was known last holds.
+        While the store does not answer, the last known one is used.
 
         Raises:
-            ApiError: 503, where nothing was ever known.
+            ApiError: 503 if none was ever known.
         """
         if time.monotonic() - self._asked > FRESH_S:
             asking = self._asking
             if asking is None or asking.done():
                 asking = self._asking = asyncio.ensure_future(self._ask())
             await asyncio.wait([asking], timeout=PATIENCE_S)
-            if not asking.done() and self._asking is asking:  # else they have been changed here since
+            if not asking.done() and self._asking is asking:  # otherwise a default was changed here since
                 self._asked = time.monotonic()
         if self._version is None:
             message = "the default profiles are not known yet, because the activation store does not answer; try again"
@@ -142,11 +142,11 @@ class Profiles(ClientData):
             version, defaults = news
             self._defaults = {model: _profile(found) for model, found in defaults.items()}
             self._version = version
-        if self._asking is asyncio.current_task():  # else they have been changed here since
+        if self._asking is asyncio.current_task():  # otherwise a default was changed here since
             self._asked = asked
 
     def _forget(self) -> None:
-        """Ask again before the next request: they have been changed here."""
+        """Ask again before the next request: a default was changed here."""
         self._asked, self._asking = float("-inf"), None
 
 

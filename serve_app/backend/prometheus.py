@@ -1,4 +1,4 @@
-"""The Prometheus text of all nodes as one text, fetched at most once a second."""
+"""The Prometheus text of all nodes, fetched at most once a second."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from serve_app.http.errors import ApiError
 
 OWN_PREFIX = ("ray_vitrine_", "ray_serve_")
 KEPT_PREFIXES = tuple(f"{start}{name}".encode() for name in OWN_PREFIX for start in ("", "# HELP ", "# TYPE "))
-FRESH_S = 1.0  # for which a text is returned again
-READ_S = 5.0  # the longest that an exporter may take for all of it
-MOST_BYTES = 32 << 20  # of an exporter; Ray's own numbers of a node are under 1 MiB
+FRESH_S = 1.0  # how long a text is reused
+READ_S = 5.0  # the longest time for an exporter's answer
+MOST_BYTES = 32 << 20  # of an exporter's answer; Ray's own metrics of a node are under 1 MiB
 
 
 class NodeMetrics:
     """The metrics of all nodes. Concurrent calls, and calls shortly after, share one result.
 
     Args:
-        exporters: Finds the addresses of the nodes' exporters.
+        exporters: Returns the addresses of the nodes' exporters.
     """
 
     def __init__(self, exporters: Callable[[], Awaitable[Sequence[str]]]) -> None:
@@ -33,11 +33,11 @@ class NodeMetrics:
         """The text, at most a second old.
 
         Raises:
-            ApiError: 503, where an exporter does not answer, or without end.
+            ApiError: 503 if an exporter does not answer in time, or its answer is too large.
         """
         if self._reading is None or self._reading.done() and time.monotonic() >= self._fresh_until:
             self._reading = asyncio.create_task(self._read())
-        return await asyncio.shield(self._reading)  # others wait for it, too
+        return await asyncio.shield(self._reading)  # other calls wait for it, too
 
     async def _read(self) -> bytes:
         try:
@@ -53,7 +53,7 @@ class NodeMetrics:
 
 async def _fetch(client: httpx.AsyncClient, exporter: str) -> bytes:
     text = bytearray()
-    # Unpacking would hold the loop up, and has no bound.
+    # Decompression would block the loop, and its output has no bound.
     async with client.stream("GET", exporter, headers={"Accept-Encoding": "identity"}) as answer:
         answer.raise_for_status()
         async for part in answer.aiter_raw():
@@ -64,14 +64,14 @@ async def _fetch(client: httpx.AsyncClient, exporter: str) -> bytes:
 
 
 def merge(texts: Iterable[bytes]) -> bytes:
-    """One text with each metric's head once, of this project's metrics and Serve's own.
+    """Merge the texts: each metric's header once, only metrics of this project and of Serve.
 
-    Lines are copied as they are: to parse them took a hundred times as long.
+    Lines are copied unchanged, because parsing takes a hundred times as long.
 
     Args:
-        texts: What each node's exporter says.
+        texts: The answers of the nodes' exporters.
     """
-    families: dict[bytes, dict[bytes, bytes]] = {}  # by name its lines, of which the head's two are there once
+    families: dict[bytes, dict[bytes, bytes]] = {}  # name -> its lines; the two header lines occur once
     for text in texts:
         family: dict[bytes, bytes] = {}
         for line in text.split(b"\n"):

@@ -1,4 +1,4 @@
-"""Readouts that clients install: stored by the activation store, used by requests."""
+"""Clients' readouts: kept in the activation store, used by requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_app.http.errors import ApiError
 
 
 class Readouts(ClientData):
-    """Every readout."""
+    """All readouts."""
 
     kind, missing = "readouts", ("name", "readout", "readout")
 
@@ -20,19 +20,19 @@ class Readouts(ClientData):
 
         Args:
             store: The activation store's handle.
-            models: Those that are served.
+            models: The served models.
             most: The most bytes of all readouts together.
-            most_of_one: The most of an owner's who is no admin.
+            most_of_one: The most bytes of an owner who is not an admin.
         """
         super().__init__(store)
         self._models, self._most, self._most_of_one = models, most, most_of_one
 
     async def install(self, account: Account, data: bytes, spec: dict[str, Any] | None) -> dict[str, Any]:
-        """Keep a readout; it is on disk when this returns.
+        """Store a readout; it is on disk when this returns.
 
         Raises:
-            RequestError: It is none, its name is taken, or there is no room for it.
-            ApiError: Its model has no such point, or rows of another length there; 503.
+            RequestError: It is not a readout, its name is taken, or there is no room for it.
+            ApiError: Its model has no such point, or the point's rows have another length; 503.
         """
         kept: dict[str, Any] = await self.ask("put", data, spec, self._most, account, self._most_of_one)
         model = self._models.get(kept["model"])
@@ -40,7 +40,7 @@ class Readouts(ClientData):
             try:
                 await model.check_readout(kept["point"], kept["hidden"])
             except ApiError as refused:
-                if refused.status == 400:  # the model was loaded after another of the name was installed, at the worst
+                if refused.status == 400:  # at worst deletes one from before the model's load
                     await self.ask("delete", kept["name"], account)
                 raise
         return kept

@@ -21,23 +21,23 @@ from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, Message, Refusal
 from serve_app.http.errors import ApiError
 
-FRESH_S = 1.0  # for how long it is taken as known whether a replica runs: asking Serve takes 10 ms of processor time
+FRESH_S = 1.0  # how long a replica is assumed to run: asking Serve takes 10 ms of processor time
 
 
-DESCRIBE_S = 5.0  # the longest that one waits for what a model is, or how it was loaded
+DESCRIBE_S = 5.0  # the longest wait for a model's description or settings
 
 
-GRACE_S = 5.0  # for which a replica's own time limit comes first
+GRACE_S = 5.0  # so that a replica's own time limit comes first
 
 
-MOST_REFUSED = 10  # times that one request is: the process of an ended engine has ended by then
-AGAIN_S = 1.0  # before another replica gets a request that a replica with an ended engine refused
+MOST_REFUSED = 10  # retries of one request; the process of an ended engine has ended by then
+AGAIN_S = 1.0  # before another replica gets a request that a replica with an ended engine rejected
 
 
 DEPLOYMENT = "ModelReplica"
 
-# What a call raises whose replica ends; of Ray, and, since messages travel by gRPC, of that, where it is UNAVAILABLE.
-GONE = (ray.exceptions.RayActorError, grpc.aio.AioRpcError)
+# Errors of a call whose replica ends: Ray's, and gRPC's UNAVAILABLE, because messages travel by gRPC.
+REPLICA_ENDED = (ray.exceptions.RayActorError, grpc.aio.AioRpcError)
 
 logger = logging.getLogger("ray.serve")
 
@@ -51,7 +51,7 @@ class Phase(Enum):
     UNLOADING = "unloading"
 
 
-# A replica that dies later makes an application unhealthy until there is another.
+# A replica that dies later makes an application unhealthy until it is replaced.
 PHASES = {
     "NOT_STARTED": Phase.LOADING,
     "DEPLOYING": Phase.LOADING,
@@ -66,10 +66,10 @@ class ServedModel:
     """One model: a handle to its replicas, and their last known state.
 
     Attributes:
-        id: What clients name it by.
+        id: Its id for clients.
         app: Its Serve application.
-        phase: Whether it is served.
-        replicas: How many replicas are in which of Serve's states.
+        phase: Its phase.
+        replicas: The number of replicas in each of Serve's states.
         message: Serve's status message.
     """
 
@@ -77,41 +77,41 @@ class ServedModel:
         """Initialize the model as loading, without replicas.
 
         Args:
-            id: What clients name it by.
+            id: Its id for clients.
             app: Its Serve application.
-            limit_s: Seconds that its replicas give a request.
+            limit_s: The replicas' time limit for a request in seconds.
         """
         self.id = id
         self.app = app
         self.phase = Phase.LOADING
         self.replicas: dict[str, int] = {}
         self.message = ""
-        # By value over gRPC: as objects of Ray's, each item of a stream takes twice the processor time.
+        # By value over gRPC: as Ray objects, each item of a stream takes twice the processor time.
         self._handle = serve.get_deployment_handle(DEPLOYMENT, app, _check_exists=False).options(
             _by_reference=False, request_serialization="pickle", response_serialization="pickle"
         )
         self._limit_s = limit_s
-        self._seen = -FRESH_S  # when it was last known: Serve's controller said it, or a replica took a job
+        self._seen = -FRESH_S  # the last time that Serve's controller listed it, or a replica accepted a job
 
     @property
     def up(self) -> bool:
-        """Whether a replica runs, as far as is known."""
+        """Whether a replica runs, as far as known."""
         return self.phase is Phase.LOADED and "RUNNING" in self.replicas
 
     @property
     def stale(self) -> bool:
-        """Whether that was known longer ago than it may be."""
+        """Whether `up` is too old to rely on."""
         return time.monotonic() - self._seen > FRESH_S
 
     def update(self, phase: Phase, app: ApplicationStatusOverview | None, asked: float) -> None:
-        """Take what Serve said.
+        """Update from Serve's status.
 
         Args:
-            phase: Where the model is.
-            app: Its application's status in Serve, if there is one.
-            asked: When it was asked.
+            phase: The model's phase.
+            app: The status of its application in Serve, if there is one.
+            asked: The time of asking for the status.
         """
-        deployment = app.deployments.get(DEPLOYMENT) if app else None  # gone while it is deleted
+        deployment = app.deployments.get(DEPLOYMENT) if app else None  # missing while it is deleted
         self.phase = phase
         self.replicas = {str(state): count for state, count in deployment.replica_states.items()} if deployment else {}
         self.message = deployment.message if deployment else app.message if app else ""
@@ -126,7 +126,7 @@ class ServedModel:
         return messages
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
-        """Run a job and pass on what gathers; when the caller stops listening, the job is cancelled."""
+        """Run a job and pass its messages on; the job is cancelled when the caller stops listening."""
         sent = time.monotonic()
         handle = self._handle.options(stream=True)
         answers: DeploymentResponseGenerator[Any] | None = None
@@ -149,33 +149,33 @@ class ServedModel:
                 answers.cancel()  # type: ignore[no-untyped-call]
 
     async def tokenize(self, text: Text) -> dict[str, Any]:
-        """A text's tokens.
+        """The tokens of a text.
 
         Raises:
-            ApiError: The model cannot take the text.
+            ApiError: The model rejects the text.
         """
         async with self._patience():
             return _answered(await self._handle.tokenize.remote(text))
 
     async def detokenize(self, tokens: Sequence[int], strings: bool) -> dict[str, Any]:
-        """The text of tokens; with `strings`, each token's own, too.
+        """The text of tokens; with `strings`, also each token's own text.
 
         Raises:
-            ApiError: One is no token of the model's.
+            ApiError: One is not a token of the model.
         """
         async with self._patience():
             return _answered(await self._handle.detokenize.remote(tokens, strings))
 
     async def run_code(self, job: CodeJob) -> None:
-        """Run a client's own code; its updates go to the board of jobs.
+        """Run a client's code; its updates go to the job board.
 
         Raises:
             RequestError: It is not for this model, or too many jobs wait.
         """
-        await self._handle.run_code.remote(job)  # the board gives up a job that no replica works on
+        await self._handle.run_code.remote(job)  # the board fails a job that no replica runs
 
     async def deployment(self) -> dict[str, Any]:
-        """The model as `nnsight.status()` reads it."""
+        """The model in the form of `nnsight.status()`."""
         loaded = await self.settings() if self.up else {}
         key = ModelKey(
             repo_id=self.id,
@@ -187,25 +187,25 @@ class ServedModel:
         return where | key.model_dump()
 
     async def check(self, job: Job) -> None:
-        """Have a replica look up what a job without prompts records and changes.
+        """Check the captures and interventions of a job without prompts on a replica.
 
         Raises:
-            ApiError: The model has no such thing.
+            ApiError: They do not fit the model.
         """
         async with self._patience():
             _answered(await self._handle.check.remote(job))
 
     async def check_readout(self, point: str, hidden: int) -> None:
-        """Have a replica look up a readout's point.
+        """Check a readout's point on a replica.
 
         Raises:
-            ApiError: The model has none of the name, or rows of another length there.
+            ApiError: The model has no such point, or the point's rows have another length.
         """
         async with self._patience():
             _answered(await self._handle.check_readout.remote(point, hidden))
 
     async def describe(self) -> dict[str, Any]:
-        """The model as OpenAI lists it, with `max_model_len` and `savepoints`."""
+        """The model in OpenAI's format, with `max_model_len` and `savepoints`."""
         async with self._patience(DESCRIBE_S):
             described: dict[str, Any] = await self._handle.describe.remote()
         return {"id": self.id, "object": "model", "owned_by": "vitrine"} | described
@@ -217,16 +217,16 @@ class ServedModel:
         return {"id": self.id, "object": "model.structure"} | structure
 
     async def settings(self) -> dict[str, Any]:
-        """How it was loaded, as `/models/load` takes it."""
+        """Its settings, in the form of `/models/load`."""
         async with self._patience(DESCRIBE_S):
             settings: dict[str, Any] = await self._handle.settings.remote()
         return settings
 
     @asynccontextmanager
     async def _patience(self, limit_s: float | None = None) -> AsyncIterator[None]:
-        """Wait for a replica no longer than this, or than it may take.
+        """Limit the wait for a replica; by default to the replica's own limit.
 
-        Serve's handle waits without end where there is no replica.
+        Without a replica, Serve's handle waits without limit.
         """
         limit_s = limit_s or self._limit_s + GRACE_S
         try:
@@ -244,23 +244,21 @@ def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:
 
 
 async def _asked(job: Job, ask: Callable[[], Awaitable[list[Message]]]) -> list[Message]:
-    """What a replica says first, or, where it ends before it says anything, what another one says.
+    """The first messages of a replica; if it ends before it sends any, those of another replica.
 
-    A request that stores what it records is not asked again once a replica may have begun it: its runs may be stored
-    already.
-
-    One that no replica has begun is asked again for as long as a replica without an engine may be there.
+    A request that stores its runs is not retried once a replica may have started it, because its runs may already be
+    stored. A request that no replica has started is retried as long as a replica without an engine may exist.
 
     Raises:
         RayActorError: The second replica has ended, too.
-        AioRpcError: Likewise, or the answer could not be sent.
+        AioRpcError: The same, or the answer could not be sent.
     """
-    left = 0 if job.may_store else 1  # times that it is asked again where a replica may have begun it
+    left = 0 if job.may_store else 1  # retries once a replica may have started it
     refused = 0
     while True:
         try:
             first = await ask()
-        except GONE as error:
+        except REPLICA_ENDED as error:
             lost = isinstance(error, ray.exceptions.RayActorError) or error.code() is grpc.StatusCode.UNAVAILABLE
             if not left or not lost:
                 raise
@@ -276,4 +274,4 @@ async def _asked(job: Job, ask: Callable[[], Awaitable[list[Message]]]) -> list[
             left -= 1
         else:
             return first
-        await asyncio.sleep(AGAIN_S)  # that replica gets requests until its process has ended
+        await asyncio.sleep(AGAIN_S)  # that replica receives requests until its process has ended

@@ -1,4 +1,4 @@
-"""Time limits for calls of shared actors: the activation store, and the board of clients' jobs."""
+"""Time limits for calls of shared actors: the activation store and the job board."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 from serve_app.http.errors import ApiError
 
-STORE_S = 30.0  # the longest that a request waits for the activation store; a deletion waits for what it writes
+STORE_S = 30.0  # the longest wait for the activation store; a deletion waits for writes in progress
 
 
 async def stored(asked: Awaitable[Any]) -> Any:
-    """What the activation store answers; what it was asked to do goes on after the limit.
+    """The activation store's answer; the call continues in the store after the time limit.
 
     Raises:
-        ApiError: 503, where it does not answer.
+        ApiError: 503 if it does not answer.
     """
     return await answered(asked, "the activation store", STORE_S)
 
 
 async def answered(asked: Awaitable[Any], by: str, limit_s: float) -> Any:
-    """What an actor answers.
+    """An actor's answer.
 
     Args:
         asked: The call.
-        by: Who it is, in words.
-        limit_s: The longest to wait.
+        by: The actor's name for the message.
+        limit_s: The longest wait.
 
     Raises:
-        ApiError: 503, where it does not answer.
+        ApiError: 503 if it does not answer.
     """
     try:
         async with asyncio.timeout(limit_s):

@@ -1,4 +1,4 @@
-"""Reading JSON bodies: small ones directly, large ones in other processes, so that the event loop stays free."""
+"""Parsing of JSON bodies: small ones directly, large ones in other processes, so that the event loop stays free."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ from serve_app.http.body_process import SIZE, SIZES
 from serve_app.http.errors import ApiError
 from serve_app.http.parsing import parsed
 
-MOST_AT_ONCE = 16 << 10  # bytes that the event loop parses itself: whatever they hold, it takes a few milliseconds
+MOST_AT_ONCE = 16 << 10  # bytes that the event loop parses itself, which takes a few milliseconds at most
 PROCESSES = 2
-MOST_WAITING = 8  # large bodies of an owner that wait for their turn, besides the one in work
-LIMIT_S = 30.0  # that one may take: its process yields to the others, so on a busy machine it takes long
-MOST_MEMORY = 2 << 30  # bytes of such a process
+MOST_WAITING = 8  # waiting large bodies of an owner, besides the one being parsed
+LIMIT_S = 30.0  # time limit for one body; generous, because the process has a low priority
+MOST_MEMORY = 2 << 30  # bytes of memory of such a process
 
 
 class Bodies:
-    """The processes that parse large bodies; each starts when it is needed first.
+    """The processes that parse large bodies; each starts when first needed.
 
-    They read one body of an owner at a time, so that one owner cannot delay the others.
+    They parse one body of an owner at a time, so that one owner cannot delay the others.
     """
 
     def __init__(self) -> None:
-        self._waiting: Counter[str | None] = Counter()  # bodies by owner, with the one in work
+        self._waiting: Counter[str | None] = Counter()  # bodies by owner, including the one being parsed
         self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()  # by owner
         self._idle: list[_Process] = []
         self._places = asyncio.Semaphore(PROCESSES)
         self._threads = ThreadPoolExecutor(PROCESSES, "bodies")  # they wait for the processes
 
     async def read(self, kind: type[BaseModel], raw: bytes, owner: str | None) -> BaseModel:
-        """A body as an object of this kind.
+        """Parse a body into an object of this kind.
 
         Args:
-            kind: What it is to be.
-            raw: Its JSON.
-            owner: Who sends it; None on a server without keys.
+            kind: The schema.
+            raw: The JSON text.
+            owner: The sender; None on a server without keys.
 
         Raises:
-            RequestError: It is none.
-            ApiError: 413, where it takes too much memory; 429, where too many of this owner's wait; 503, where its
-                process takes too long or is gone.
+            RequestError: It does not match the schema.
+            ApiError: 413 if it takes too much memory; 429 if too many bodies of this owner wait; 503 if its process
+                takes too long or has ended.
         """
         if len(raw) <= MOST_AT_ONCE:
             return parsed(kind, raw)
@@ -71,13 +71,13 @@ class Bodies:
                 found = await self._elsewhere(kind, raw)
         finally:
             self._waiting[owner] -= 1
-            self._waiting += Counter()  # keeps those above 0
+            self._waiting += Counter()  # drops counts of 0
         if isinstance(found, RequestError):
             raise found
         return found
 
     def close(self) -> None:
-        """End the processes that wait for a body. Blocks."""
+        """End the idle processes. Blocks."""
         while self._idle:
             self._idle.pop().close()
 
@@ -87,11 +87,11 @@ class Bodies:
             async with asyncio.timeout(LIMIT_S):
                 loop = asyncio.get_running_loop()
                 found = await loop.run_in_executor(self._threads, process.parsed, kind, raw)
-        except BaseException as error:  # also if the client disconnects: the process must not go on with its body
+        except BaseException as error:  # also if the client disconnects: the process must not continue with its body
             process.end()
             if isinstance(error, TimeoutError):
                 raise ApiError(503, f"the body was not read within {LIMIT_S:g} s", code="timeout") from error
-            if isinstance(error, EOFError):  # where it can have no more memory, its parser ends it
+            if isinstance(error, EOFError):  # without more memory, the parser ends its process
                 raise ApiError(413, "the body takes too much memory to read", code="body_too_large") from error
             if isinstance(error, OSError):
                 raise ApiError(503, "the process that read the body ended; try again", code="unavailable") from error
@@ -108,11 +108,11 @@ class _Process:
         self._ended = False
 
     def parsed(self, kind: type[BaseModel], raw: bytes) -> BaseModel | RequestError:
-        """The object, or why there is none. Blocks.
+        """The parsed object, or the error. Blocks.
 
         Raises:
-            EOFError: It ended over the body.
-            OSError: It had ended before, or did not start.
+            EOFError: The process ended while parsing the body.
+            OSError: The process had ended before, or did not start.
         """
         try:
             self._process = self._process or _started()
@@ -124,21 +124,21 @@ class _Process:
             raise
 
     def end(self) -> None:
-        """End it at once; the thread that waits for it closes it."""
+        """Kill the process; the thread that waits for it closes it."""
         self._ended = True
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """End it, and leave nothing of it. Blocks."""
+        """Kill the process and release its resources. Blocks."""
         self.end()
         if self._process is not None:
-            with contextlib.suppress(OSError):  # what it was still to be sent
+            with contextlib.suppress(OSError):  # unsent data
                 self._process.__exit__(None, None, None)
 
 
 def _started() -> subprocess.Popen[bytes]:
-    # Its environment is no more than the way to its modules: the server's holds keys.
+    # Its environment contains only the path of its modules, because the server's contains keys.
     return subprocess.Popen(
         [sys.executable, "-P", body_process.__file__, str(MOST_MEMORY)],
         stdin=subprocess.PIPE,
@@ -164,7 +164,7 @@ def _answer(process: subprocess.Popen[bytes], kind: type[BaseModel], raw: bytes)
 
 
 class _Parsed(Request):
-    """A request whose body is read already."""
+    """A request whose body is already parsed."""
 
     def __init__(self, request: Request, raw: bytes, body: BaseModel | Exception) -> None:
         super().__init__(request.scope, request.receive)
@@ -179,10 +179,10 @@ class _Parsed(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body `Bodies` reads in FastAPI's place; one without a body is as any other."""
+    """A route whose body `Bodies` parses instead of FastAPI; a route without a body is unchanged."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What FastAPI calls with each request."""
+        """The handler that FastAPI calls with each request."""
         handle = super().get_route_handler()
         kind = self.body_field.field_info.annotation if self.body_field else None
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):

@@ -1,7 +1,7 @@
 """The process that parses large bodies: reads them one after another from its standard input and calls `parsed`.
 
-It is run as a script with its memory limit as argument. It imports only the schemas and the parser: the package itself
-imports Ray.
+It runs as a script with its memory limit as argument. It imports only the schemas and the parser, because the package
+itself imports Ray.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZE = struct.Struct("<Q")  # bytes of the answer
 
 
 def without_ray(package: str) -> None:
-    """Make the package's modules importable, and leave out what itself imports."""
+    """Make the package's modules importable without running its `__init__`."""
     module = ModuleType(package)
     module.__path__ = [str(Path(__file__).parents[1])]
     sys.modules[package] = module
@@ -41,7 +41,7 @@ def answer(name: bytes, raw: bytes) -> bytes:
 
 
 def serve(asked: IO[bytes], answered: IO[bytes]) -> None:
-    """Answer until there is nothing more to come."""
+    """Answer until the input ends."""
     while head := asked.read(SIZES.size):
         name, raw = (asked.read(size) for size in SIZES.unpack(head))
         result = answer(name, raw)
@@ -50,7 +50,7 @@ def serve(asked: IO[bytes], answered: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(10)  # short answers go first
+    os.nice(10)  # short requests take precedence
     most, (_, hard) = int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     without_ray("serve_app")

@@ -1,4 +1,4 @@
-"""A bound on the memory of answers that are being sent."""
+"""A limit on the memory of answers in transit."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from contextlib import asynccontextmanager
 
 
 class Budget:
-    """Bytes that so many answers may hold together. One loop's."""
+    """Bytes that all answers together may hold. Use it on one event loop."""
 
     def __init__(self, most: int) -> None:
-        """Initialize the budget, all of it unused."""
+        """Initialize the budget as unused."""
         self._most = most
         self._held = 0
         self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def hold(self, size: int) -> AsyncIterator[None]:
-        """Hold so many bytes while the block runs, once there is room; alone also more than there is room for."""
+        """Hold `size` bytes while the block runs, once there is room; a larger size is admitted alone."""
         while self._held and self._held + size > self._most:
             await self._freed.wait()
         self._held += size
         try:
             yield
-        finally:  # without a wait, which a cancellation would end
+        finally:  # without an await, which a cancellation would interrupt
             self._held -= size
             self._freed.set()
             self._freed = asyncio.Event()

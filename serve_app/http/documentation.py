@@ -1,4 +1,4 @@
-"""The page `/docs`: Swagger UI from an installed package, so that no script of another origin runs next to the API."""
+"""The page `/docs`: Swagger UI from an installed package, so that no script from another origin runs beside the API."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from serve_app.http.errors import ApiError
 UI = Path(str(files("fastapi_swagger.resources")))  # the files of npm's swagger-ui-dist, unchanged
 FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")
 START = "start.js"
-PATHS = frozenset({"/docs", *(f"/docs/{name}" for name in (*FILES, START))})  # they take no key
+PATHS = frozenset({"/docs", *(f"/docs/{name}" for name in (*FILES, START))})  # they need no key
 
-# All addresses are relative: the application may stand below a route prefix.
+# All addresses are relative, because the application may have a route prefix.
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -27,7 +27,7 @@ PAGE = """<!doctype html>
 <script src="docs/start.js"></script>
 </html>
 """
-# Swagger UI would send the description's address to a validator of its own on the Internet.
+# Swagger UI would send the description's address to a validator on the Internet.
 SCRIPT = """SwaggerUIBundle({
   url: "openapi.json",
   dom_id: "#swagger-ui",
@@ -37,7 +37,7 @@ SCRIPT = """SwaggerUIBundle({
   validatorUrl: null,
 });
 """
-# Swagger UI's style sheet holds images as `data:`.
+# Swagger UI's style sheet contains images as `data:`.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -61,7 +61,7 @@ async def page() -> Response:
 
 @router.get(f"/docs/{START}")
 async def start() -> Response:
-    """The script that starts it: the policy allows none within the page."""
+    """The script that starts Swagger UI: the policy allows no inline script."""
     return Response(SCRIPT, media_type="text/javascript", headers=CACHED)
 
 

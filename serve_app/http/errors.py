@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's error body. This is the only place that renders errors.
+"""Converts every failure to OpenAI's error body. Only this module does so.
 
 ApiError: raised by a route, with status, message and field.
 RequestError: a request that the deployments reject; it has its own status.
@@ -32,7 +32,7 @@ from serve_app.http.parsing import invalid
 
 logger = logging.getLogger("ray.serve")
 
-NNSIGHT = b"nnsight-version"  # a header of its clients alone
+NNSIGHT = b"nnsight-version"  # a header that only its clients send
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
 TYPES = {
     400: "invalid_request_error",
@@ -49,8 +49,8 @@ TYPES = {
     431: "invalid_request_error",
 }
 
-# What calls of actors raise where the actor is absent or dies: of Ray, of Serve, and, since messages between the
-# ingress and replicas go over gRPC, of that.
+# Errors of calls whose actor is missing or dies: Ray's, Serve's, and gRPC's, which carries messages between the
+# ingress and replicas.
 UNAVAILABLE = (RayError, RayServeException, grpc.aio.AioRpcError)
 
 
@@ -74,7 +74,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, refusal: Refusal) -> ApiError:
-        """A replica's refusal."""
+        """Convert a replica's refusal."""
         return cls(refusal.status, refusal.message, refusal.field, refusal.code)
 
     @property
@@ -85,35 +85,35 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self, scope: Scope) -> JSONResponse:
-        """The whole answer to a request."""
+        """The complete answer to a request."""
         body = self.body
         if NNSIGHT in dict(scope["headers"]):
             body["detail"] = self.message  # the field that nnsight's client shows
         return JSONResponse(body, self.status, self.headers)
 
     async def close(self, socket: WebSocket) -> None:
-        """Refuse a socket by a message in it.
+        """Reject a socket with a message in it.
 
-        Without one nnsight's client shows a bare `Handshake status 403 Forbidden`. It reads the name of its listener,
-        posts its block, and shows why that is refused, too.
+        Otherwise nnsight's client shows only `Handshake status 403 Forbidden`. With it, the client reads its listener's
+        name, posts its block, and shows the reason why that is rejected, too.
         """
         await socket.accept()
         await socket.send_json({"session_id": "", **self.body})
-        await socket.close(1008)  # a policy violation
+        await socket.close(1008)  # policy violation
 
 
 def render(error: Exception, request_id: str) -> ApiError:
-    """Any exception as the error that the client gets."""
+    """Convert any exception to the error that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        error = invalid({**one, "loc": one["loc"][1:]} for one in error.errors())  # its first part is "query" or "path"
+        error = invalid({**one, "loc": one["loc"][1:]} for one in error.errors())  # the first part is "query" or "path"
     if isinstance(error, RequestError):
         return ApiError(error.status, error.message, error.field, error.code)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)
     if isinstance(error, StoreError):
-        reason = getattr(error, "cause", error)  # Ray adds the actor's traceback to what it hands on
+        reason = getattr(error, "cause", error)  # Ray adds the actor's traceback to the error
         return ApiError(500, f"the activation store: {reason}", code="store_failed")
     if isinstance(error, UNAVAILABLE) and not isinstance(error, RayTaskError):
         logger.warning("request %s: no replica answered", request_id, exc_info=error)
@@ -128,7 +128,7 @@ def install(api: FastAPI) -> None:
     async def respond(request: Request, error: Exception) -> JSONResponse:
         response = render(error, getattr(request.state, "request_id", "unknown")).response(request.scope)
         if isinstance(error, HTTPException):
-            response.headers.update(error.headers or {})  # `Allow`, of a wrong method
+            response.headers.update(error.headers or {})  # `Allow`, for a wrong method
         return response
 
     for kind in (ApiError, RequestError, RequestValidationError, HTTPException, *UNAVAILABLE, Exception):

@@ -20,20 +20,20 @@ from serve_app.http.hosts import Hosts
 from serve_app.http.keys import Caller, Keys, Role
 from serve_app.http.middleware import path_of
 
-HEALTH = "/health"  # load balancers ask for it by any name and without a key
+HEALTH = "/health"  # load balancers request it with any host name and without a key
 OPEN = frozenset({HEALTH, "/openapi.json"}) | documentation.PATHS | page_files.PATHS  # files for browsers, without data
 NO_KEY = (
     "no valid API key: send one of this server's as `Authorization: Bearer <key>`, nnsight's client as NDIF_API_KEY"
 )
-NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send theirs
-# nnsight's clients fetch results without a key; the address holds a token that only the job's client has.
+NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send their key
+# nnsight's clients fetch results without a key; the address contains a token that only the job's client has.
 RESULT = re.compile(r"/response/[0-9a-f]{32}/result")
-LINK = re.compile(r"/v1/activations/download/[A-Za-z0-9_-]{43}")  # likewise: a browser's own downloads send no key
+LINK = re.compile(r"/v1/activations/download/[A-Za-z0-9_-]{43}")  # the same: a browser's own downloads send no key
 BEARER = HTTPBearer(auto_error=False, description="One of the operator's API keys.")  # for the documentation
 
 
 class Guard:
-    """Lets pass whom the server answers, and notes who they are. Plain ASGI, so that no body is read before."""
+    """Checks hosts, origins and keys, and stores the caller. Plain ASGI, so that no body is read before."""
 
     def __init__(self, app: ASGIApp, options: Options, keys: Keys) -> None:
         self._app = app
@@ -41,7 +41,7 @@ class Guard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 403 where the host or the origin is not allowed, and 401 where there is no valid key."""
+        """Answer 403 if the host or origin is not allowed, and 401 without a valid key."""
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
         error = None if path_of(scope) == HEALTH else self._hosts.refusal(Headers(scope=scope))
@@ -54,7 +54,7 @@ class Guard:
         if scope["type"] == "websocket":
             if error.status == 401:
                 return await error.close(WebSocket(scope, receive, send))
-            return await send({"type": "websocket.close", "code": 1008})  # to pages of others no socket opens
+            return await send({"type": "websocket.close", "code": 1008})  # pages of other origins get no socket
         return await error.response(scope)(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller | None:

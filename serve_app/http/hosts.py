@@ -1,8 +1,8 @@
 """The host names and origins from which the server accepts requests.
 
-A website can make a browser send requests to a server that only its user's machine reaches: from a page of the site's
-own origin, or by a host name of the site that resolves to 127.0.0.1. A proxy on the same machine can pass on requests
-from anywhere. Without API keys, the server recognizes such requests only by these headers.
+A website can make a browser send requests to a server that only the user's machine reaches: from a page of the site's
+own origin, or through a host name of the site that resolves to 127.0.0.1. A proxy on the same machine can forward
+requests from anywhere. Without API keys, the server recognizes such requests only by these headers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from deployments.exposure import is_loopback
 from deployments.options import Options
 from serve_app.http.errors import ApiError
 
-CLIENTS = ("x-forwarded-for", "x-real-ip")  # headers in which proxies name who asked
-OTHER_MARKS = ("via", "x-forwarded-proto", "x-forwarded-port", "x-forwarded-server")  # and others that only they send
+CLIENTS = ("x-forwarded-for", "x-real-ip")  # headers in which proxies name the client
+OTHER_MARKS = ("via", "x-forwarded-proto", "x-forwarded-port", "x-forwarded-server")  # also sent only by proxies
 
-MOST_HOSTS = 64  # that one header lists
+MOST_HOSTS = 64  # host names in one header
 
 
 class Hosts:
-    """The names and origins that are allowed."""
+    """The allowed host names and origins."""
 
     def __init__(self, options: Options, has_keys: bool) -> None:
         """Read the options.
 
         Args:
-            options: The operator's.
-            has_keys: Whether requests need an API key: a website has none, so any name will do.
+            options: The operator's options.
+            has_keys: Whether requests need an API key; a website has none, so any host name is then allowed.
         """
         self._any_name = has_keys or "*" in options.allowed_hosts
         self._any_address = options.open
@@ -41,11 +41,11 @@ class Hosts:
             url = urlsplit(options.public_url)
             named.add(url.hostname or "")
             self._origins.add(f"{url.scheme}://{url.netloc}".lower())
-        # Loopback names are allowed anyway, and say nothing of proxies.
+        # Loopback names are always allowed and do not indicate a proxy.
         self._names = {name for name in named if not is_loopback(name)}
 
     def refusal(self, headers: Headers) -> ApiError | None:
-        """Why a request with these headers is refused; None where it is not."""
+        """Why a request with these headers is rejected; None if it is accepted."""
         return self._of_origin(headers) or (None if self._any_name else self._of_names(headers))
 
     def _of_origin(self, headers: Headers) -> ApiError | None:
@@ -69,7 +69,7 @@ class Hosts:
         clients = [name for header in CLIENTS for name in _of_header(headers, header)] + [*_forwarded(headers, "for")]
         others = [name for name in forwarded_names if not self._is_allowed(name)]
         is_proxied = forwarded_names or clients or any(mark in headers for mark in ("forwarded", *OTHER_MARKS))
-        # Who passes a name on may have got it from the client: it does not vouch for the client's address.
+        # A proxy may copy a name from the client: such a name does not authenticate the client's address.
         if is_proxied and self._names.isdisjoint((host, *forwarded_names)):
             others += [name for name in clients or ["somebody"] if not is_loopback(name)]
         if not others:
@@ -89,13 +89,13 @@ def _refused(message: str) -> ApiError:
 
 
 def _of_header(headers: Headers, name: str) -> Iterator[str]:
-    """The hosts that a header lists, apart by commas, without ports; an empty one where it lists too many."""
+    """The hosts in a comma-separated header, without ports; one empty string if it lists too many."""
     for value in headers.getlist(name):
         yield from map(_hostname, value.split(",") if value.count(",") < MOST_HOSTS else [""])
 
 
 def _forwarded(headers: Headers, parameter: str) -> Iterator[str]:
-    """The hosts that a parameter of `Forwarded` (RFC 7239) lists, without ports; an empty one where it has too many."""
+    """The hosts in a parameter of `Forwarded` (RFC 7239), without ports; one empty string if it lists too many."""
     for value in headers.getlist("forwarded"):
         pairs = value.replace(",", ";")
         for pair in pairs.split(";") if pairs.count(";") < MOST_HOSTS else [f"{parameter}="]:
@@ -105,9 +105,9 @@ def _forwarded(headers: Headers, parameter: str) -> Iterator[str]:
 
 
 def _hostname(host: str) -> str:
-    """A host without its port, in lower case; an empty string where it is none."""
+    """A host without its port, in lower case; empty if it is malformed."""
     host = host.strip()
-    if _is_address(host):  # an IPv6 address without brackets, as some proxies write it
+    if _is_address(host):  # an IPv6 address without brackets, as some proxies send it
         return host
     try:
         return urlsplit(f"//{host}").hostname or ""

@@ -14,26 +14,26 @@ from pathlib import Path
 from deployments.options import fits_header
 
 VARIABLE = "VITRINE_API_KEYS"
-SHORTEST = 16  # characters of a key
+SHORTEST = 16  # minimum length of a key in characters
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # the name of an owner
-UNNAMED_OWNER_PREFIX = "key-"  # how the owner of a key without a name begins; no name may begin so
+UNNAMED_OWNER_PREFIX = "key-"  # prefix of the owner of a key without a name; no name may start with it
 
 
 class Role(StrEnum):
-    """What a key may do."""
+    """The permissions of a key."""
 
-    USE = "use"  # ask, record, and manage what is its own
-    CODE = "code"  # the same, and run code of its own over the served weights
-    ADMIN = "admin"  # everything, with everybody's data
+    USE = "use"  # ask, record, and manage one's own data
+    CODE = "code"  # the same, and run code over the served weights
+    ADMIN = "admin"  # everything, with everyone's data
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sends a request.
+    """The sender of a request.
 
     Attributes:
-        role: What they may do.
-        owner: Whom what they make belongs to; None on a server without keys, where nothing has an owner.
+        role: The key's role.
+        owner: The owner of the data that they create; None on a server without keys, where nothing has an owner.
     """
 
     role: Role
@@ -41,36 +41,36 @@ class Caller:
 
     @property
     def is_admin(self) -> bool:
-        """Whether they may change what all share, and what is others'."""
+        """Whether they may change shared data and data of others."""
         return self.role is Role.ADMIN
 
     @property
     def may_run_code(self) -> bool:
-        """Whether they may run code of their own, where the operator allows any."""
+        """Whether they may run their own code, if the operator allows it."""
         return self.role in (Role.CODE, Role.ADMIN)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The operator's keys; none at all leave the server open.
+    """The operator's keys; without any, the server is open.
 
-    Kept as SHA-256 digests alone: what does not hold a key cannot show it, in a log, a pickle or Serve's status.
+    Only SHA-256 digests are kept, so that no log, pickle or status of Serve can reveal a key.
     """
 
-    _callers: dict[bytes, Caller] = field(default_factory=dict, repr=False)  # by a key's digest
+    _callers: dict[bytes, Caller] = field(default_factory=dict, repr=False)  # by the digest of a key
 
     @classmethod
     def read(cls, path: str | None) -> Keys:
-        """The keys of a file and of the environment's `VITRINE_API_KEYS`.
+        """Read the keys of a file and of the environment variable `VITRINE_API_KEYS`.
 
-        Both hold `role:key` or `role@name:key`, apart from each other by white space; a line that begins with `#` is a
-        comment. What a key makes belongs to its name, so that a new key of the same name finds it.
+        Both contain `role:key` or `role@name:key`, separated by white space; a line that starts with `#` is a comment.
+        A key's data belong to its name, so that a new key with the same name has access to them.
 
         Args:
             path: The file, if there is one.
 
         Raises:
-            ValueError: An entry is none, or where keys are to be, there are none: the server would stand open.
+            ValueError: An entry is malformed, or a source of keys is empty, which would leave the server open.
             OSError: The file cannot be read.
         """
         sources = {}
@@ -92,7 +92,7 @@ class Keys:
         return bool(self._callers)
 
     def caller(self, key: bytes) -> Caller | None:
-        """Who sends a key; None where it is none of these. Takes as long for any key."""
+        """The caller with this key; None for an unknown key. Takes the same time for any key."""
         digest = _digest(key)
         found = None
         for known, caller in self._callers.items():
@@ -102,7 +102,7 @@ class Keys:
 
 
 def _entries(source: str, text: str) -> Iterator[tuple[bytes, Caller]]:
-    """Each key's digest, and its caller. Errors name the line only, because it may hold a key."""
+    """Each key's digest and caller. Errors name only the line, because it may contain a key."""
     for number, line in enumerate(text.splitlines(), 1):
         for entry in line.split() if not line.lstrip().startswith("#") else ():
             who, _, key = entry.partition(":")

@@ -18,17 +18,17 @@ from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError
 
 LASTS_S = 60.0
-MOST = 64  # unused ones of an owner
-SENT_BYTES = 128 << 20  # of an owner's downloads that are sent at once, and the most of one
+MOST_LINKS = 64  # unused links of an owner
+SENT_BYTES = 128 << 20  # bytes of an owner's downloads sent at once, and of a single one
 
 
 class Link(NamedTuple):
-    """What a link downloads.
+    """The download behind a link.
 
     Attributes:
-        account: For whom.
-        choice: Which stored runs.
-        tag: Of the download.
+        account: The account that made the link.
+        choice: The chosen runs.
+        tag: The download's tag.
     """
 
     account: Account
@@ -37,38 +37,38 @@ class Link(NamedTuple):
 
 
 class Links:
-    """Links by their tokens. One loop's.
+    """Links by token. Use it on one event loop.
 
     Attributes:
-        budgets: By owner, what their downloads hold in memory.
+        budgets: Owner -> memory of their downloads.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Initialize without links; `clock` returns seconds."""
         self.budgets = defaultdict[str | None, Budget](lambda: Budget(SENT_BYTES))
         self._clock = clock
-        self._links: dict[str, tuple[float, Link]] = {}  # by token, with the time of its end; the first ends first
+        self._links: dict[str, tuple[float, Link]] = {}  # token -> expiry and link, the earliest expiry first
 
     def make(self, link: Link) -> str:
-        """The token of a new link.
+        """Add a link and return its token.
 
         Raises:
-            ApiError: 429, its owner has too many unused ones.
+            ApiError: 429, the owner has too many unused links.
         """
         self._drop_ended()
         owner = link.account.owner
-        if sum(other.account.owner == owner for _, other in self._links.values()) >= MOST:
-            message = f"{MOST} download links wait to be used: use them, or wait {LASTS_S:.0f} s"
+        if sum(other.account.owner == owner for _, other in self._links.values()) >= MOST_LINKS:
+            message = f"{MOST_LINKS} download links wait to be used: use them, or wait {LASTS_S:.0f} s"
             raise ApiError(429, message, None, "server_busy")
         token = secrets.token_urlsafe(32)
         self._links[token] = (self._clock() + LASTS_S, link)
         return token
 
     def take(self, token: str) -> Link:
-        """The link of a token; a token works once.
+        """Remove and return the link of a token; a token works once.
 
         Raises:
-            ApiError: 404, it was used, is too old, or never was.
+            ApiError: 404, the token was used, has expired, or is unknown.
         """
         self._drop_ended()
         if token not in self._links:

@@ -1,4 +1,4 @@
-"""Request ids, limits on bodies, and headers of every answer."""
+"""Request ids, limits on bodies, and headers of all answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.http.errors import ApiError
 
 NO_SNIFF = (b"x-content-type-options", b"nosniff")
-TENSORS = "/v1/tensors"  # whose bodies are files, with a limit of their own
-READOUTS = "/v1/readouts"  # whose bodies are forms with a file, likewise
+TENSORS = "/v1/tensors"  # its bodies are files, with a limit of their own
+READOUTS = "/v1/readouts"  # its bodies are forms with a file, with a limit of their own
 JOBS = "/request"  # nnsight's route, whose bodies are forms
 BYTES = "application/octet-stream"
 FORM = "multipart/form-data"
@@ -26,19 +26,19 @@ def path_of(scope: Scope) -> str:
 
 
 class RequestIds:
-    """Notes each request's id and bounds its headers. Plain ASGI: streams and disconnects pass through untouched."""
+    """Stores each request's id and limits its headers. Plain ASGI: streams and disconnects pass through unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 431 where the headers are too large, and 400 where the id that a request brings is none."""
+        """Answer 431 if the headers are too large, and 400 if the request's id is malformed."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADERS:
             error = ApiError(431, f"the headers are larger than {MOST_HEADERS} bytes", None, "headers_too_large")
             return await error.response(scope)(scope, receive, send)
-        # Serve's proxy gives an id to each request that came without, and puts it on the answer and into its logs.
+        # Serve's proxy generates missing request ids, and adds the id to the answer and its logs.
         request_id = dict(scope["headers"]).get(b"x-request-id") or uuid.uuid4().hex.encode()
         if not REQUEST_ID.fullmatch(request_id):
             message = "X-Request-Id: 1 to 128 letters, digits and . _ : / + = @ -"
@@ -49,7 +49,7 @@ class RequestIds:
 
 
 class BodyLimits:
-    """Passes on requests whose bodies have the right type and are within the limit. Plain ASGI, as above."""
+    """Accepts requests whose bodies have the right type and size. Plain ASGI, as above."""
 
     def __init__(
         self, app: ASGIApp, max_body_bytes: int, max_tensor_file_bytes: int, max_readout_file_bytes: int
@@ -60,7 +60,7 @@ class BodyLimits:
         self._max_readout_file = max_readout_file_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 400 where the type is wrong, and 413 where the body is too large: before it is read, where it says."""
+        """Answer 400 for a wrong type, and 413 for a body that is too large, if possible before reading it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
@@ -70,7 +70,7 @@ class BodyLimits:
             given = headers.get(b"content-type", b"")[:256].partition(b";")[0].strip().lower().decode("latin-1")
             kind, _, form = given.partition("/")
             expected = _content_type(scope)
-            # Other types a page of another origin may send without asking first. `application/x+json` is JSON, too.
+            # A page of another origin may send other types without a preflight. `application/x+json` is JSON, too.
             if expected not in (given, f"{kind}/{form.rpartition('+')[2]}"):
                 message = f"send the body as {expected}, not as {given[:100] or 'nothing'}"
                 error = ApiError(400, message, "Content-Type", "invalid_value")
@@ -93,7 +93,7 @@ class BodyLimits:
             return message
 
         async def send_unless_refused(message: Message) -> None:
-            if seen <= most:  # else it is the framework's own answer to the error above
+            if seen <= most:  # otherwise it is the framework's answer to the error above
                 await send(message)
 
         await self._app(scope, receive_limited, send_unless_refused)
@@ -111,12 +111,12 @@ class BodyLimits:
 
 
 def _content_type(scope: Scope) -> str:
-    """The type of a route's bodies."""
+    """The content type of a route's bodies."""
     return {TENSORS: BYTES, JOBS: FORM, READOUTS: FORM}.get(path_of(scope), "application/json")
 
 
 class NoSniff:
-    """Tells browsers, with every answer, to take its content type as it stands."""
+    """Tells browsers to trust the content type of every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-MOST_NAMED = 20_000  # points or tensors that the items of a page name together, each a few hundred bytes
+MOST_NAMED = 20_000  # points or tensors of all items of a page, each a few hundred bytes
 
 
 def first_page(found: list[dict[str, Any]], limit: int) -> tuple[list[dict[str, Any]], bool]:
-    """As many of the first `limit` items as a page holds, at least one, and whether there are more.
+    """The first `limit` items, or as many as fit into a page but at least one, and whether there are more.
 
     Args:
-        found: Items, of which one more than `limit` was looked for; `points` or `tensors` are what they name.
+        found: Up to `limit` + 1 items, which list `points` or `tensors`.
         limit: The most items.
     """
     named = 0

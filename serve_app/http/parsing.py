@@ -14,21 +14,21 @@ from pydantic import BaseModel, ValidationError
 from deployments.errors import RequestError, nearest
 
 M = TypeVar("M", bound=BaseModel)
-MOST_NESTED = 10_000  # lists and objects of a body: each becomes objects of Python, in the server as well
-MOST_PATH = 1024  # characters: keys are the client's
+MOST_NESTED = 10_000  # lists and objects in a body: each becomes Python objects, in the server as well
+MOST_PATH = 1024  # characters; keys are chosen by the client
 NO_TEXT = "the text holds half of a surrogate pair"
 
 
 def parsed(kind: type[M], raw: bytes) -> M:
-    """A JSON text as an object of this kind.
+    """Parse a JSON text into an object of this kind.
 
     Raises:
-        RequestError: It is no JSON in UTF-8, an object names a field twice, it holds too many lists and objects, or the
-            first field that does not fit.
+        RequestError: It is not JSON in UTF-8, repeats a field of an object, or has too many lists and objects; or names
+            the first field that does not fit.
     """
     try:
         values = _values(raw.removeprefix(codecs.BOM_UTF8))
-        if raw.count(b"[") + raw.count(b"{") > MOST_NESTED:  # many of them may be in texts
+        if raw.count(b"[") + raw.count(b"{") > MOST_NESTED:  # many of them may be inside strings
             _check_nested(values)
         return kind.model_validate(values)
     except ValidationError as error:
@@ -38,7 +38,7 @@ def parsed(kind: type[M], raw: bytes) -> M:
 
 
 def _check_nested(values: Any) -> None:
-    """Raise a `RequestError` with the first field at which there are too many lists and objects."""
+    """Raise a `RequestError` with the first field at which the limit of lists and objects is exceeded."""
     count = 0
     for field, value in values.items() if isinstance(values, dict) else [(None, values)]:
         left: list[Any] = [[value]]
@@ -60,7 +60,7 @@ def _is_utf8(raw: bytes) -> bool:
         raw.decode()
     except UnicodeDecodeError:
         return False
-    return b"\0" not in raw[:4]  # as UTF-16 and UTF-32 have it in ASCII
+    return b"\0" not in raw[:4]  # UTF-16 and UTF-32 have zero bytes in ASCII text
 
 
 def _values(raw: bytes) -> Any:
@@ -72,20 +72,20 @@ def _values(raw: bytes) -> Any:
         if "hex escape" not in str(error):
             raise RequestError(f"the body is not valid JSON: {error}", None, "invalid_json") from None
     try:
-        return json.loads(raw)  # which takes half of a surrogate pair, so that the field is known that holds it
+        return json.loads(raw)  # accepts half of a surrogate pair, so that the error can name its field
     except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {str(error)[:200]}", None, "invalid_json") from None
 
 
 def invalid(errors: Iterable[Mapping[str, Any]], kind: type[BaseModel] | None = None) -> RequestError:
-    """What does not fit, by the path of its field: one of pydantic's errors.
+    """The error of the field that does not fit, from pydantic's errors.
 
-    A value that fits no branch of a union brings an error for each; the deepest is the most specific. A misspelt field
-    is reported rather than that a field is missing.
+    A value that fits no branch of a union has an error for each branch; the deepest is the most specific. A misspelt
+    field is reported rather than the missing one.
 
     Args:
-        errors: All of pydantic's.
-        kind: The body's; the message on an unknown field has the nearest of its names.
+        errors: All errors of pydantic.
+        kind: The body's schema; the message about an unknown field suggests its nearest name.
     """
     first, *others = errors
     same = [first, *(one for one in others if one["loc"][:1] == first["loc"][:1])]
@@ -102,7 +102,7 @@ def invalid(errors: Iterable[Mapping[str, Any]], kind: type[BaseModel] | None = 
 
 
 def _nearest(error: Mapping[str, Any], kind: type[BaseModel] | None) -> str:
-    """The end of the message on an unknown field; empty where no field of its object has a name like it."""
+    """The suggestion in the message about an unknown field; empty if no field has a similar name."""
     if kind is None or error["type"] != "extra_forbidden":
         return ""
     *location, name = error["loc"]
@@ -110,7 +110,7 @@ def _nearest(error: Mapping[str, Any], kind: type[BaseModel] | None) -> str:
 
 
 def _fields(kind: type[BaseModel], location: Iterable[int | str]) -> set[str]:
-    """The names of the fields that objects at a place of a body may have: of any branch, where there are several."""
+    """The names of the fields at a place of a body; those of all branches if there are several."""
     kinds = [kind]
     for part in location:
         inner = [model for one in kinds for name, model in _models(one) if name == part]
@@ -121,17 +121,17 @@ def _fields(kind: type[BaseModel], location: Iterable[int | str]) -> set[str]:
 
 
 def _names(kind: type[BaseModel]) -> dict[str, Any]:
-    """The types of a model's fields, by the names that a body calls them."""
+    """The types of a model's fields by their names in a body."""
     return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
 
 
 def _tags(kind: type[BaseModel]) -> list[str]:
-    """What a branch is called that says by its field `op` which it is."""
+    """The names of a branch that is selected by its field `op`."""
     return [f"op:{value}" for value in get_args(_names(kind).get("op"))]
 
 
 def _models(kind: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The names of a model's fields that hold objects, and of which models these are."""
+    """The names of a model's fields that contain objects, and their models."""
     for name, annotation in _names(kind).items():
         left = [annotation]
         while left:
@@ -142,7 +142,7 @@ def _models(kind: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`; names of a union's branches are left out."""
+    """`("messages", 0, "role")` as `messages[0].role`, without the names of a union's branches."""
     path = ""
     for part in location:
         if isinstance(part, int):

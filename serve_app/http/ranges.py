@@ -1,7 +1,7 @@
-"""Downloads in pages, by the range requests of RFC 9110: no answer is longer than `PAGE_BYTES`.
+"""Downloads in pages, with the range requests of RFC 9110: no answer is longer than `PAGE_BYTES`.
 
-Serve's proxy keeps in memory what a client has not read yet. The length of an answer so bounds the memory that a
-client costs which stops reading.
+Serve's proxy buffers the part that a client has not read yet. The length of an answer therefore bounds the memory
+for a client that stops reading.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from deployments.activations.filters import download_changed
 from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError
 
-PAGE_BYTES = 4 << 20  # of which the proxy holds about 1.4 times as much
+PAGE_BYTES = 4 << 20  # the proxy holds about 1.4 times as much
 _PIECE_BYTES = 1 << 20
-LONGEST_S, SLOWEST_BYTES = 60.0, 1 << 20  # a client that reads fewer bytes a second holds up its owner's others no more
+LONGEST_S, SLOWEST_BYTES = 60.0, 1 << 20  # a slower client no longer delays its owner's other downloads
 _ONE_RANGE = re.compile(r"bytes=[ \t]*(\d{0,18})-(\d{0,18})[ \t]*", re.ASCII | re.IGNORECASE)
 
 
 class Download(NamedTuple):
-    """Something to download.
+    """A file to download.
 
     Attributes:
         tag: Changes when the bytes do.
-        length: How many bytes it has.
-        read: Those from `first` to `end`: `await read(first, end)`.
+        length: Its number of bytes.
+        read: `await read(first, end)` returns the bytes from `first` to before `end`.
     """
 
     tag: str
@@ -39,7 +39,7 @@ class Download(NamedTuple):
 
 
 class RequestedRange(NamedTuple):
-    """The headers of a request for a part of a download: range and preconditions."""
+    """The range and precondition headers of a request."""
 
     is_head: bool
     range: str | None
@@ -49,7 +49,7 @@ class RequestedRange(NamedTuple):
 
     @property
     def tag(self) -> str | None:
-        """The one tag of a download that was begun; None where the headers name none, or several."""
+        """The only tag of a download to continue; None if the headers have none or several."""
         match = re.fullmatch(r'"([!#-~]{1,200})"', self.if_match or self.if_range or "")
         return match[1] if match else None
 
@@ -85,12 +85,12 @@ async def page(asked: RequestedRange, of: Download, media_type: str, headers: di
     Args:
         asked: The request's headers.
         of: The download.
-        media_type: Of the download.
-        headers: More of the answer's.
+        media_type: The download's media type.
+        headers: Further headers of the answer.
 
     Raises:
-        RequestError: 412, `If-Match` names another tag.
-        ApiError: 413, all of a larger download is requested; 416, the range begins after its end.
+        RequestError: 412, `If-Match` has another tag.
+        ApiError: 413, no range is requested of a larger download; 416, the range starts after its end.
     """
     tag = f'"{of.tag}"'
     headers = {"Accept-Ranges": "bytes", "ETag": tag, **(headers or {})}
@@ -111,27 +111,27 @@ async def page(asked: RequestedRange, of: Download, media_type: str, headers: di
 
 
 async def whole(read: Callable[[int, int], Awaitable[bytes]], length: int, budget: Budget) -> AsyncGenerator[bytes]:
-    """All bytes of a download, for a client that asks for no ranges; they wait while others that are large are sent.
+    """All bytes of a download, for a client without ranges; a large one waits while others are sent.
 
     Args:
-        read: Those from `first` to `end`: `await read(first, end)`.
-        length: How many there are.
-        budget: What such answers hold in memory. One of more than a page holds its part until the client has closed
-            the connection, or would have read it at a slow rate.
+        read: `await read(first, end)` returns the bytes from `first` to before `end`.
+        length: The number of bytes.
+        budget: The memory of such answers. One larger than a page holds its part until the client has closed the
+            connection, or would have read it at a slow rate.
     """
     is_large = length > PAGE_BYTES
     async with budget.hold(length if is_large else 0):
         for first in range(0, length, PAGE_BYTES):
             yield await read(first, min(first + PAGE_BYTES, length))
-        if is_large:  # Serve's proxy has what the client has not read; when the client goes, this is cancelled
+        if is_large:  # Serve's proxy holds the unread part; when the client disconnects, this is cancelled
             await asyncio.sleep(LONGEST_S + length / SLOWEST_BYTES)
 
 
 def _body(data: bytes, status: int, headers: dict[str, str], media_type: str) -> Response:
-    """An answer that ends when the client has read it: till then no other request of its connection is begun."""
+    """An answer that ends when the client has read it; until then its connection starts no other request."""
 
     async def pieces() -> AsyncIterator[bytes]:
-        for first in range(0, len(data), _PIECE_BYTES):  # the proxy copies one of them at a time, and not the whole
+        for first in range(0, len(data), _PIECE_BYTES):  # the proxy copies one piece at a time instead of the whole
             yield data[first : first + _PIECE_BYTES]
 
     return StreamingResponse(pieces(), status, headers | {"Content-Length": str(len(data))}, media_type)
@@ -142,10 +142,10 @@ def _listed(tags: str) -> set[str]:
 
 
 def _span(asked: str | None, length: int) -> tuple[int, int] | None:
-    """The bytes that a `Range` header asks for, `first` to `end`; None where it asks for no one range of bytes.
+    """The bytes that a `Range` header requests, `first` to `end`; None unless it requests a single range of bytes.
 
     Raises:
-        ApiError: 416, the range begins after the end.
+        ApiError: 416, the range starts after the end.
     """
     match = _ONE_RANGE.fullmatch(asked or "")
     if match is None or not any(match.groups()):

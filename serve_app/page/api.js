@@ -1,11 +1,11 @@
-// The one way to the server: its public HTTP interface, as /docs describes it.
+// The only connection to the server: its public HTTP interface, as described in /docs.
 
-const ROOT = new URL(".", location.href.split("#")[0]); // the server may stand below a prefix
+const ROOT = new URL(".", location.href.split("#")[0]); // the server may have a path prefix
 const KEY = "vitrine-key";
 const PAGE = 4 << 20; // bytes of a page of a download
-const MOST_DOWNLOAD = 2 ** 31; // bytes that are gathered in the browser
+const MOST_DOWNLOAD = 2 ** 31; // bytes gathered in the browser
 
-/** Tells of `away` and `back` (the server), and of `nokey` (it asks for one). */
+/** Emits `away` and `back` (the server's state), and `nokey` (it requires a key). */
 export const server = new EventTarget();
 
 export const key = {
@@ -13,7 +13,7 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
-/** What the server refused, or why it could not be reached. */
+/** A rejected request, or the reason why the server could not be reached. */
 export class ApiError extends Error {
   constructor(message, status = 0, code = null, param = null, retryAfter = null) {
     super(param ? `${param}: ${message}` : message);
@@ -123,7 +123,7 @@ export async function bytes(path, query, { signal, progress = () => {} } = {}) {
   }
 }
 
-/** Whether the server answers at all. */
+/** Whether the server answers. */
 export async function isThere() {
   try {
     await fetch(address("health"), { cache: "no-store" });

@@ -1,4 +1,4 @@
-// Attention: where each token looks, by head. The heads of a layer side by side, and one of them large.
+// Attention: the tokens that each token attends to. The heads of a layer side by side, and one of them large.
 
 import { empty, field, h, percent, quoted } from "./dom.js";
 import { layers, source } from "./forms.js";
@@ -22,7 +22,7 @@ export function view(app) {
   const shown = h("div", {}, empty("Give a text. Each small picture is a head: a row for each token, and the stronger a square, the more that token looks there."));
   const code = document.createElement("request-code");
   const reading = work({ trouble, starts: run, status });
-  let recorded = null; // a stored run `{ session, run, model }` in place of a text
+  let recorded = null; // a stored run `{ session, run, model }` instead of a text
   let drawn = null; // `{ layer, ids, texts, first, heads, at(head, row): shares }`
   let head = 0;
   const pins = pinning(app.changed);
@@ -66,7 +66,7 @@ export function view(app) {
     return { ...text, first, heads: found[0].length, at: (which, row) => found[row][which] };
   }
 
-  /** The pattern of all tokens, or of as many of the last ones as the server puts into an answer. */
+  /** The pattern of all tokens, or of as many of the last ones as the server allows in an answer. */
   async function fitting({ model, ids }, point, signal) {
     const total = ids.length;
     for (let first = 0; ; first = Math.ceil((first + total) / 2)) {
@@ -99,7 +99,7 @@ export function view(app) {
     strip.setAttribute("aria-label", "Tokens; the one you look at shows where it looks");
     strip.set(drawn.texts.map((one) => ({ text: one })));
     const large = picture(head, count, LARGE, 2048);
-    const mark = h("div", { class: "mark" }); // the row of the token that is looked at
+    const mark = h("div", { class: "mark" }); // the row of the selected token
     const said = h("p", { class: "from", role: "status" });
     const title = h("h2", {}, `Layer ${drawn.layer}, head ${head}`);
     const smalls = span(0, drawn.heads).map((which) => h("button", { type: "button", "aria-pressed": String(which === head), onclick: () => pick(which) }, picture(which, count, SMALL, 2 * SMALL), `head ${which}`));
@@ -137,14 +137,14 @@ export function view(app) {
     pins.restore();
   }
 
-  /** A head as a picture of at most `most` squares a side: a row for each token that looks, a column for each looked at. */
+  /** A head as a picture of at most `most` squares a side: a row for each query token, a column for each key token. */
   function picture(which, count, size, most, canvas = h("canvas", { role: "img" })) {
     const total = drawn.ids.length;
     const [width, height] = [Math.min(total, most), Math.min(count, most)];
     Object.assign(canvas, { width, height });
     canvas.setAttribute("aria-label", `Head ${which}: rows are tokens, columns where they look`);
     Object.assign(canvas.style, { width: `${size}px`, aspectRatio: `${total} / ${count}` });
-    const largest = new Float32Array(width * height); // of the shares that fall into a square
+    const largest = new Float32Array(width * height); // of the shares within a square
     for (let row = 0; row < count; row++) {
       const shares = drawn.at(which, row);
       const start = Math.floor((row * height) / count) * width;

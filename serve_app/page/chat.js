@@ -9,11 +9,11 @@ import { asPlain, details, onLook, pinning } from "./tokens.js";
 import { work } from "./work.js";
 import "./code.js";
 
-const LIKELIEST = 20; // tokens beside each, of which a chat may ask for so many
+const LIKELIEST = 20; // top tokens for each token, the most that a chat may request
 
 export function view(app) {
   const turns = []; // { role, content, element, strip?, answer? }
-  const pins = pinning(app.changed); // of the last answer: a link holds the others as texts alone
+  const pins = pinning(app.changed); // of the last answer: a link has only the texts of the others
   const log = h("div", { class: "log" });
   const box = h("textarea", { id: "prompt", rows: 3, placeholder: "Ask the model something" });
   const system = h("input", { spellcheck: false });
@@ -100,7 +100,7 @@ export function view(app) {
     const asked = addTurn({ role: "user", content: text });
     box.value = "";
     if (!(await answer(submit)) && turns.at(-1) === asked) {
-      // What was typed is not lost: it stands in the box again.
+      // The typed text is not lost: it is put back into the box.
       drop(turns.length - 1);
       const last = turns.at(-1)?.strip;
       pins.watch(last ? [last] : []);
@@ -111,7 +111,7 @@ export function view(app) {
     return app.changed();
   }
 
-  /** The request for the answer to what stands in the log, in place of one that is there. */
+  /** The request for the answer to the log, replacing an existing answer. */
   function body() {
     const { max_tokens, ...rest } = settings.asked();
     const before = system.value ? [{ role: "system", content: system.value }] : [];
@@ -130,7 +130,7 @@ export function view(app) {
     };
   }
 
-  /** Asks for that answer; gives whether any of it came. */
+  /** Requests that answer; returns whether any part of it arrived. */
   async function answer(retry) {
     let turn = null;
     await asking.run(
@@ -157,7 +157,7 @@ export function view(app) {
       () => (turns.at(-1) === turn || turns.at(-1)?.role === "user" ? again() : retry()),
     );
     if (!turn) return false;
-    if (!turns.includes(turn)) return true; // another chat has taken its place
+    if (!turns.includes(turn)) return true; // another chat has replaced it
     if (!turn.strip.tokens.length && !turn.ended) {
       if (turns.at(-1) === turn) drop(turns.length - 1);
       return false;
@@ -196,7 +196,7 @@ export function view(app) {
     }
   }
 
-  /** What can be done with an answer, once it is there. */
+  /** The actions for a finished answer. */
   function finish(turn) {
     const { model, ids, offset, run } = turn.answer;
     const count = turn.strip.tokens.length;
@@ -219,7 +219,7 @@ export function view(app) {
     colour(turn);
   }
 
-  /** Asks for the last answer once more. */
+  /** Requests the last answer again. */
   async function again() {
     if (asking.isRunning()) return;
     const isAsked = turns.some(({ role }) => role === "user");
@@ -272,7 +272,7 @@ export function view(app) {
       for (const one of messages) {
         if (["user", "assistant"].includes(one?.role) && typeof one.content === "string") addTurn({ role: one.role, content: one.content });
       }
-      // A link never has the model work by itself: whoever opens it asks.
+      // A link never starts work of the model: its user starts it.
       if (turns.length) {
         const told = "This chat comes from a link, without its tokens.";
         turns.at(-1).element.append(h("p", { class: "row under" }, h("span", {}, told), button("Answer again", again, { class: "again" })));

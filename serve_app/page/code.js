@@ -1,4 +1,4 @@
-// The requests that made a view, as code to run elsewhere. A key is named, never shown.
+// The requests of a view as code to run elsewhere. A key is named, never shown.
 
 import { address, key } from "./api.js";
 import { button, copy, h } from "./dom.js";
@@ -18,7 +18,7 @@ export function python(value, indent = "") {
   return pairs.length ? `{\n${pairs.map(([name, one]) => `${inner}${python(name)}: ${python(one, inner)}`).join(",\n")},\n${indent}}` : "{}";
 }
 
-const HIDDEN = /[\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g; // they would hide what code says
+const HIDDEN = /[\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g; // they would change how the code looks
 const escaped = (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`;
 const json = (value) => JSON.stringify(value).replace(HIDDEN, escaped);
 
@@ -42,7 +42,7 @@ export function asPython({ method, path, query, body }) {
 
 const shell = (text) => `'${text.replace(/'/g, "'\\''")}'`;
 
-/** A request as a command of a shell. */
+/** A request as a shell command. */
 export function asCurl({ method, path, query, body }) {
   const parts = [`curl -s ${method === "GET" || method === "POST" ? "" : `-X ${method} `}${shell(String(address(path, query)))}`];
   if (query?.format) parts.push(`-o run.${query.format}`);
@@ -51,9 +51,9 @@ export function asCurl({ method, path, query, body }) {
   return parts.join(" \\\n  ");
 }
 
-/** `<request-code>`: the last requests of a view, each by its name. Code is written for as long as it is looked at. */
+/** `<request-code>`: the last requests of a view by name. Code is generated while it is shown. */
 class RequestCode extends HTMLElement {
-  #sections = new Map(); // by name, `{ request, make, write() }`
+  #sections = new Map(); // name -> `{ request, make, write() }`
   #none = h("p", { class: "empty" }, "The request comes here once there is one.");
   #all = h("details", { ontoggle: () => this.#sections.forEach((one) => one.write()) }, h("summary", {}, "The requests as Python and curl"), this.#none);
 
@@ -61,7 +61,7 @@ class RequestCode extends HTMLElement {
     this.append(this.#all);
   }
 
-  /** Notes a request under a name; another of the same name takes its place. */
+  /** Stores a request under a name, replacing an earlier one. */
   note(name, request) {
     this.#none.remove();
     if (!this.#sections.has(name)) this.#sections.set(name, this.#section(name));

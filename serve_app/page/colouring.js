@@ -1,4 +1,4 @@
-// What the tokens of a text are coloured by: numbers of their own, of a captured point, or of a readout.
+// Colours of a text's tokens: by their own numbers, by a captured point, or by a readout.
 
 import { choose, field, fill, h, newId, number, perFrame, quoted, RELOAD } from "./dom.js";
 import { BEYOND, COLUMN, columns, fitted, legend, mostOf, reach, scale, scoreScale, SURE, unitOf, valueOf } from "./scales.js";
@@ -6,7 +6,7 @@ import { asNumber, asText } from "./state.js";
 import { entropy } from "./tokens.js";
 import { work } from "./work.js";
 
-// Not for the first view.
+// Not needed for the first view.
 const values = () => import("./values.js").catch((error) => Promise.reject(Object.assign(error, { hint: RELOAD })));
 
 const OWN = {
@@ -16,11 +16,11 @@ const OWN = {
 const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm of a point"], ["projection", "projection on a vector"], ["readout", "a readout"]];
 
 /**
- * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` is the `model`, all token ids `ids`, and which
- * of them are the strip's: from `offset` on, or at `positions`; besides, of a stored run `run` and `isWhole`, and
- * `readouts`, which came with the answer, `comes`, the one that its request asked for, and `more`, as `rowsBody` takes it.
- * `scores(strip, index, text)` are the numbers for the details. Requests that it makes are noted in `code`. The legend
- * is that of the colours that are shown.
+ * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` has the `model`, all token ids `ids`, and the
+ * strip's tokens among them: from `offset` on, or at `positions`. A stored run also has `run` and `isWhole`. `readouts`
+ * are those in the answer, `comes` is the one that its request asked for, and `more` is as in `rowsBody`.
+ * `scores(strip, index, text)` returns the numbers for the details. Its requests are stored in `code`. The legend shows
+ * the current colours.
  */
 export function colouring(app, { code, stored = false, onchange }) {
   const by = choose(NAMES.map(([value, text]) => [value, text ?? value]));
@@ -37,17 +37,17 @@ export function colouring(app, { code, stored = false, onchange }) {
   const key = h("div");
   const trouble = h("div", { role: "status" });
   const status = h("span", { class: "wait", role: "status" });
-  const reading = work({ trouble, status, what: "colouring", home: () => by }); // what the colours that are chosen need
-  const forgotten = new WeakSet(); // strips that are shown no more
-  const held = new Map(); // by strip, `{ found, state, title, unit, ends }`, the last of which it is painted by
+  const reading = work({ trouble, status, what: "colouring", home: () => by }); // the requirements of the chosen colours
+  const forgotten = new WeakSet(); // strips that are no longer shown
+  const held = new Map(); // strip -> `{ found, state, title, unit, ends }`, of which the last painted it
   const element = h("div", { class: "row colouring", role: "group", "aria-label": "Colours" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, status, " ", reading.stop, trouble), points);
   let installed = [];
-  let live = null; // strips that are coloured as their answers come: the scale so far, and the most that it is made for
+  let live = null; // strips that are coloured while their answers arrive: the scale so far, and the largest value that it covers
 
   const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection", readout: by.value === "readout" });
   const chosen = () => {
     const [name, column] = readout.value.split("/");
-    const unknown = { name, kind: column === undefined ? "sae" : "linear", activation: "none", values: 1 }; // as long as the list was not read
+    const unknown = { name, kind: column === undefined ? "sae" : "linear", activation: "none", values: 1 }; // until the list is read
     return { name, column: Number(column ?? feature.value), linear: column !== undefined, spec: installed.find((one) => one.name === name) ?? unknown };
   };
   function arrange() {
@@ -61,7 +61,7 @@ export function colouring(app, { code, stored = false, onchange }) {
   }
   function begin() {
     arrange();
-    if (!stored && by.value in OWN) tell(OWN[by.value][1]()); // a stored run's tokens may have none
+    if (!stored && by.value in OWN) tell(OWN[by.value][1]()); // tokens of a stored run may lack them
     else if (!held.size && !live) tell(null);
   }
   async function know(model) {
@@ -86,7 +86,7 @@ export function colouring(app, { code, stored = false, onchange }) {
 
   const note = (strip, request) => code.note(`The colour of ${quoted(strip.getAttribute("aria-label"))}`, request);
 
-  /** A number a token, and what to say of them is added to `notes`. */
+  /** A number for each token; remarks are added to `notes`. */
   async function numbersOf(strip, text, signal, notes) {
     if (by.value in OWN) {
       if (stored && !strip.tokens.some(({ logprob }) => logprob !== undefined)) throw new Error("Probabilities are not stored with runs: press “Score the tokens now”.");
@@ -122,7 +122,7 @@ export function colouring(app, { code, stored = false, onchange }) {
     }, onchange);
   }
 
-  /** Colours every strip by one scale, which the legend shows, in the next frame; those that have it stay as they are. */
+  /** Colours all strips by one scale, which the legend shows, in the next frame; skips those that already have it. */
   const paintAll = perFrame(() => {
     const state = JSON.stringify(read());
     const same = [...held].filter(([, one]) => one.state === state);
@@ -130,7 +130,7 @@ export function colouring(app, { code, stored = false, onchange }) {
     const others = [...held.keys(), ...(live?.strips ?? [])].filter((strip) => held.get(strip)?.state !== state && live?.state !== state);
     for (const strip of others) {
       release(strip);
-      strip.colour(null); // until its values are there, too
+      strip.colour(null); // until its values have arrived, too
     }
     const of = scaleOf(same.flatMap(([, one]) => one.found));
     tell(of);
@@ -152,7 +152,7 @@ export function colouring(app, { code, stored = false, onchange }) {
     return scale({ title: "projection", unit, low: -most, high: most, signed: true });
   }
 
-  /** Takes a strip out of those that are coloured. */
+  /** Removes a strip from those that are coloured. */
   function release(strip) {
     held.delete(strip);
     live?.strips.delete(strip);
@@ -168,7 +168,7 @@ export function colouring(app, { code, stored = false, onchange }) {
   return {
     element,
     apply,
-    /** Reads what there is to choose from, for a model. */
+    /** Reads the choices for a model. */
     prepare: async (model = app.model()) => {
       try {
         if (model) await know(model);
@@ -178,15 +178,15 @@ export function colouring(app, { code, stored = false, onchange }) {
     },
     /** Offers the points of a stored run, and those that its model can compute now. */
     setPoints: (held, lacking) => fill(point, [...held.map((name) => [name]), ...lacking.map((name) => [name, `${name}, not recorded`])]),
-    /** Forgets a strip that is not shown any more. */
+    /** Forgets a strip that is no longer shown. */
     forget: (strip) => {
       release(strip);
       forgotten.add(strip);
       begin();
     },
-    /** Whether the model has to run a stored run's tokens once more for the colour that is chosen. */
+    /** Whether the chosen colour needs a new run of a stored run's tokens. */
     costs: ({ points }) => (needs().readout ? !(chosen().linear && COLUMN + chosen().name in points) : needs().point && !(point.value in points)),
-    /** What a request asks for, so that values of a linear readout come with its answer. */
+    /** The request fields for values of a linear readout in the answer. */
     asked,
     scores: (strip, index, text) => {
       const came = Object.entries(text?.readouts ?? {}).flatMap(([name, { labels, rows: its }]) => {
@@ -197,7 +197,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       const has = !title || by.value in OWN || came.some(([name]) => name === title);
       return has ? came : [...came, [title, `${number(found[index], 4)} ${unit}`]];
     },
-    /** Colours strips as their answers come, `[strip, text]` of each; gives whether that takes no request of its own. */
+    /** Colours strips while their answers arrive, `[strip, text]` of each; returns whether that needs no request of its own. */
     follow: (pairs) => {
       const own = OWN[by.value];
       const { name, column, spec } = chosen();
@@ -211,7 +211,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       for (const [strip, text] of pairs) strip.colour((token, i) => mine.of.colour(own ? own[0](token) : valueOf(spec, rows(text)[i], column)));
       return true;
     },
-    /** Takes a piece's values of readouts into the text, and colours the tokens that they are of. */
+    /** Adds a piece's readout values to the text, and colours their tokens. */
     arrived: (strip, text, came) => {
       for (const [name, { labels, generated }] of Object.entries(came)) {
         const one = ((text.readouts ??= {})[name] ??= { labels, rows: [] });
@@ -221,7 +221,7 @@ export function colouring(app, { code, stored = false, onchange }) {
         if (!live?.strips.has(strip) || live.name !== name) continue;
         const most = mostOf(values.map((row) => valueOf(live.spec, row, live.column)));
         if (most > live.most) {
-          // Room for the next ones, so that a long answer is seldom coloured as a whole.
+          // Leaves room for larger values, so that a long answer is rarely recoloured.
           Object.assign(live, { most: 1.5 * most, of: scoreScale(live.spec, live.column, 1.5 * most) });
           tell(live.of);
           for (const one of live.strips) one.repaint();

@@ -1,4 +1,4 @@
-// Two stored runs, token by token, and how far their activations lie apart.
+// Two stored runs, token by token, and the distance of their activations.
 
 import { choose, field, h, visible } from "./dom.js";
 import { storedRows } from "./recompute.js";
@@ -6,7 +6,7 @@ import { legend, paint, scale } from "./scales.js";
 import { dot, norm } from "./tensors.js";
 import { work } from "./work.js";
 
-/** Shows in `place` two runs, each as `runs.js` reads one; gives what colours them anew after a change of theme. */
+/** Shows two runs in `place`, each as read by `runs.js`; returns a function that recolours them after a change of theme. */
 export function comparison(place, one, two) {
   const shared = one.names.filter((name) => two.names.includes(name) && !name.endsWith(".attention.weights"));
   const last = Math.max(one.positions.at(-1) ?? 0, two.positions.at(-1) ?? 0);
@@ -25,7 +25,7 @@ export function comparison(place, one, two) {
   const point = choose([["", "tokens alone"], ...shared.map((name) => [name])]);
   const key = h("div");
   const trouble = h("div", { role: "status" });
-  let apart = new Map(); // by position, how far the two rows are apart
+  let apart = new Map(); // the distance of the two rows at each position
   point.addEventListener("change", measure);
 
   const measuring = work({ trouble, home: () => point });

@@ -1,4 +1,4 @@
-// Elements without markup: text goes in as text alone, which the Content-Security-Policy enforces as well.
+// Elements without markup: text is only inserted as text, which the Content-Security-Policy enforces as well.
 
 /**
  * Makes an element.
@@ -25,9 +25,9 @@ let numbers = 0;
 /** An id that no other element has. */
 export const newId = (stem) => `${stem}-${++numbers}`;
 
-export const RELOAD = "Reload the page if that goes on."; // of a module that did not come, maybe since the server has new ones
+export const RELOAD = "Reload the page if that goes on."; // a module failed to load, perhaps because the server has newer ones
 
-/** A form control with its label, and a hint below where there is one. */
+/** A form control with its label, and a hint below if there is one. */
 export function field(label, control, hint) {
   control.id ||= newId("field");
   const below = hint ? h("small", { id: newId("hint") }, hint) : null;
@@ -48,14 +48,14 @@ export function choose(options, props = {}) {
   return made;
 }
 
-/** Puts other options into a select, and keeps what is chosen where it is still there. */
+/** Replaces a select's options, and keeps the choice if it still exists. */
 export function fill(select, options) {
   const chosen = select.value;
   select.replaceChildren(...options.map(([value, text]) => h("option", { value }, text ?? value)));
   if (options.some(([value]) => String(value) === chosen)) select.value = chosen;
 }
 
-/** A table of texts and nodes, which scrolls by itself where it is too wide. */
+/** A table of texts and nodes, which scrolls separately if it is too wide. */
 export function table(caption, heads, rows) {
   const cells = (row) => row.map((cell) => h("td", {}, cell));
   return h(
@@ -71,29 +71,29 @@ export function table(caption, heads, rows) {
   );
 }
 
-/** What an empty place says. */
+/** The text of an empty place. */
 export const empty = (...text) => h("p", { class: "empty" }, ...text);
 
-/** An error in its place, with what to do and a button to try again, which hands the focus to `home()`. */
+/** An error in its place, with advice and a button to try again, which passes the focus to `home()`. */
 export function errorNote(error, again, home) {
   const text = error?.message ?? String(error);
   const retry = async () => {
     const place = note.parentElement;
     await keepingFocus(again, home);
-    // What fails once more can be tried once more.
+    // A second failure can be retried again.
     if (!note.isConnected && [document.body, home()].includes(document.activeElement)) goTo(place.querySelector(".error button"));
   };
   const note = h("div", { class: "error", role: "alert" }, h("p", {}, text), error?.hint ? h("p", {}, error.hint) : null, again ? button("Try again", retry) : null);
   return note;
 }
 
-/** Takes the keyboard, and a screen reader, to an element. */
+/** Moves the keyboard focus, and a screen reader, to an element. */
 export function goTo(element) {
-  if (element?.tabIndex < 0) element.tabIndex = -1; // else Tab goes there already
+  if (element?.tabIndex < 0) element.tabIndex = -1; // otherwise Tab already goes there
   element?.focus({ preventScroll: true });
 }
 
-/** Calls `act`; where the control that had the focus is gone, at once or in the end, the focus goes to `next()`. */
+/** Calls `act`; if the focused control disappears, now or later, the focus moves to `next()`. */
 export async function keepingFocus(act, next) {
   const had = document.activeElement;
   const keep = () => !had.isConnected && document.activeElement === document.body && goTo(next());
@@ -104,7 +104,7 @@ export async function keepingFocus(act, next) {
   return result;
 }
 
-/** Calls `paint` once in the next frame, however often it is asked. */
+/** Calls `paint` once in the next frame, however often it is requested. */
 export function perFrame(paint) {
   let waits = false;
   return () => {
@@ -117,7 +117,7 @@ export function perFrame(paint) {
   };
 }
 
-/** Calls `act` once nobody has asked for `ms`. */
+/** Calls `act` once there was no call for `ms`. */
 export function whenQuiet(act, ms = 250) {
   let timer = 0;
   return () => {
@@ -126,18 +126,18 @@ export function whenQuiet(act, ms = 250) {
   };
 }
 
-// Characters that are not seen, or that turn the text after them around.
+// Characters that are invisible, or that reverse the text after them.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/gu;
 
 const numbered = (one) => `‹${one.codePointAt(0).toString(16).padStart(4, "0")}›`;
 
-/** A token's text as one can see it: control characters by their number, a new line as a sign. */
+/** A token's visible text: control characters as their number, a new line as a sign. */
 export function visible(text) {
   const seen = text.replace(HIDDEN, numbered);
   return seen.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
 }
 
-/** The same of a token by itself, where spaces and marks alone would not be seen. */
+/** The same for a single token, whose spaces and marks would be invisible alone. */
 export const named = (text) => visible(text).replace(/^[\p{Z}\p{M}]+$/u, (all) => [...all].map((one) => (one === " " ? "␣" : numbered(one))).join("")) || "(empty)";
 
 /** The same in quotation marks, for labels. */
@@ -149,10 +149,10 @@ export function percent(share) {
   return `${share >= 0.0995 || !share ? (100 * share).toFixed(0) : (100 * share).toPrecision(2)}%`;
 }
 
-/** A number as it is read. */
+/** A number in readable form. */
 export const number = (value, digits = 3) => (Number.isFinite(value) ? Number(value.toPrecision(digits)).toString() : "–");
 
-/** Copies a text, and says so on the button. */
+/** Copies a text, and shows that on the button. */
 export async function copy(text, on) {
   const said = (on.dataset.title ??= on.textContent);
   try {

@@ -1,4 +1,4 @@
-// Downloads of stored runs: by a link that works once, which the browser fetches itself; what is too large for one, in pages.
+// Downloads of stored runs: by a link for one use, which the browser fetches itself; larger ones in pages.
 
 import { address, bytes, call } from "./api.js";
 import { button, choose, h } from "./dom.js";
@@ -6,7 +6,7 @@ import { work } from "./work.js";
 
 const FORMATS = { arrow: "arrows", safetensors: "safetensors", npz: "npz", pt: "pt" };
 
-/** A button that downloads a session, or one run of it, its Stop, and a choice of the format; what fails is said in `trouble`. */
+/** A button that downloads a session or one of its runs, its Stop, and a choice of format; errors are shown in `trouble`. */
 export function downloads(session, run, trouble) {
   const format = choose(Object.keys(FORMATS).map((one) => [one]), { "aria-label": "Format" });
   const start = button("Download", async () => {
@@ -22,11 +22,11 @@ export function downloads(session, run, trouble) {
   return [start, loading.stop, format];
 }
 
-/** Has the browser download by a link; false where it is too large for one. */
+/** Lets the browser download by a link; false if the download is too large for one. */
 async function linked(path, query, signal) {
   try {
     const made = await call("POST", path, { query, signal });
-    // With `download` an answer that is an error leaves the page as it is.
+    // With `download`, an error answer does not replace the page.
     h("a", { href: address(made.path.slice(1)), download: "" }).click();
     return true;
   } catch (error) {

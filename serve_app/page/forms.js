@@ -1,4 +1,4 @@
-// Forms that several views have: sampling settings, and a text with the answer that follows it.
+// Shared forms: sampling settings, and a text with its answer.
 
 import { check, choose, errorNote, field, h } from "./dom.js";
 import { asBool, asIds, asNumber, asText } from "./state.js";
@@ -6,7 +6,7 @@ import { asBool, asIds, asNumber, asText } from "./state.js";
 const numeric = (value, props) => h("input", { type: "number", value: value ?? "", ...props });
 const given = (input) => (Number.isNaN(input.valueAsNumber) ? undefined : input.valueAsNumber);
 
-/** Sampling settings: `read()` gives them as they stand, `asked()` for a request; it throws where one is out of range. */
+/** Sampling settings: `read()` returns their values, `asked()` the request fields; it throws if one is out of range. */
 export function sampling({ max = 200 } = {}) {
   const inputs = {
     max_tokens: numeric(max, { min: 0, max: 100000 }),
@@ -38,9 +38,9 @@ export function sampling({ max = 200 } = {}) {
 }
 
 /**
- * A text to look into: typed, as it stands or as a chat's message, with an answer after it; or token ids of another
- * view. `read()` gives `{ text, chat, ids, count, model, ...sampling }`; with `ids`, which are that model's, the text is
- * only shown. `asked(model)` gives the same for a request, with the example as the text where none was typed.
+ * A text to analyse: typed, as plain text or as a chat's message, with an answer after it; or token ids of another
+ * view. `read()` returns `{ text, chat, ids, count, model, ...sampling }`; with `ids` of that model, the text is only
+ * shown. `asked(model)` returns the same for a request, with the example as the text if none was typed.
  */
 export function source({ text, label = "Text", max = 24, onchange = () => {} }) {
   const box = h("textarea", { rows: 2, spellcheck: false, placeholder: text });
@@ -50,7 +50,7 @@ export function source({ text, label = "Text", max = 24, onchange = () => {} }) 
   const from = h("p", { class: "from" });
   let ids = null;
   let count = 0;
-  let its = ""; // the model whose tokens these are
+  let its = ""; // the model of these tokens
   const said = () => {
     from.textContent = ids ? `The ${ids.length} tokens of another view. A text typed here takes their place.` : "";
     box.placeholder = ids ? "" : text;
@@ -90,10 +90,10 @@ export function source({ text, label = "Text", max = 24, onchange = () => {} }) 
   };
 }
 
-/** A choice of a layer, or of all. */
+/** A choice of one layer, or of all. */
 export function layers(withAll) {
   const select = choose([]);
-  let said = null; // what went wrong when the layers were asked for
+  let said = null; // the error of requesting the layers
   return {
     element: select,
     set: (count, first) => {
@@ -103,7 +103,7 @@ export function layers(withAll) {
       const wanted = [chosen, first, String(Math.floor(count / 2))].find((one) => one !== undefined && one !== "" && [...select.options].some(({ value }) => value === String(one)));
       select.value = wanted ?? "";
     },
-    /** Offer the layers of the served model, once it is known; what goes wrong is said in `trouble`. */
+    /** Offers the layers of the served model once they are known; errors are shown in `trouble`. */
     know: async function (app, trouble) {
       const model = app.model();
       if (!model) return;

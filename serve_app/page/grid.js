@@ -5,18 +5,18 @@ import { paint } from "./scales.js";
 
 const WIDTH = 78; // pixels of a column
 const HEAD = 26; // of its token, and
-const HEIGHT = 20; // of a cell, as the style sheet has them
-const MARGIN = 4; // columns beyond what is seen
+const HEIGHT = 20; // of a cell, as in the style sheet
+const MARGIN = 4; // columns beyond the visible ones
 
 /**
- * Set `grid.show({ texts, layers, cell, colours, need })`: `cell(position, layer)` is `{ text, said }`, shown and for its
- * label, or undefined where it is not known yet; `need(from, to)` hears which columns are seen.
- * Events: `cell` with `detail.{position, layer}`, and `patch` with `detail.{from, to}` once a cell is dropped on another.
+ * Set `grid.show({ texts, layers, cell, colours, need })`: `cell(position, layer)` is `{ text, said }`, the text and the
+ * label, or undefined if it is not known yet; `need(from, to)` is called with the visible columns.
+ * Events: `cell` with `detail.{position, layer}`, and `patch` with `detail.{from, to}` when a cell is dropped on another.
  */
 class LensGrid extends HTMLElement {
   #of = null;
-  #columns = new Map(); // by position, the elements
-  #at = [0, 0]; // position and row where the keyboard is
+  #columns = new Map(); // position -> elements
+  #at = [0, 0]; // position and row of the keyboard focus
   #chosen = null;
   #dragged = null;
   #isOld = false; // whether what stands there is to be drawn anew
@@ -47,13 +47,13 @@ class LensGrid extends HTMLElement {
     this.refresh();
   }
 
-  /** Draws anew what is seen, after cells or colours have changed; until then the old cells take a press. */
+  /** Redraws the visible part after cells or colours have changed; until then the old cells take a press. */
   refresh() {
     this.#isOld = true;
     this.#layout();
   }
 
-  /** Brings a token into view. */
+  /** Scrolls to a token. */
   scrollTo(position) {
     this.body.scrollLeft = Math.max(position - 3, 0) * WIDTH;
     this.#layout();
@@ -121,7 +121,7 @@ class LensGrid extends HTMLElement {
     if (scrolls) this.#find(here, there)?.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 
-  /** Marks where the keyboard is, as long as that is among the elements. */
+  /** Marks the keyboard position if it is among the elements. */
   #mark() {
     this.querySelector(".at")?.classList.remove("at");
     const cell = this.#find(...this.#at);
@@ -132,7 +132,7 @@ class LensGrid extends HTMLElement {
 
   #find = (position, row) => this.#columns.get(position)?.querySelector(`[data-row="${row}"]`);
 
-  /** Chooses a cell, and brings it into view where it `scrolls`. */
+  /** Selects a cell, and scrolls to it if `scrolls`. */
   choose(position, row, scrolls = false) {
     row = Math.min(row, this.#of.layers.length - 1);
     if (scrolls) this.#go(position, row);
@@ -150,7 +150,7 @@ class LensGrid extends HTMLElement {
     return { cell, position, row: cell.dataset.row === undefined ? null : Number(cell.dataset.row) };
   }
 
-  /** A press on a cell chooses it, or, drawn onto another token by a mouse or pen, patches that. */
+  /** A press on a cell selects it or, dragged to another token by a mouse or pen, patches that token. */
   #grab(event) {
     const from = this.#under(event);
     if (!from || from.row === null || event.button) return;

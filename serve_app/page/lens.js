@@ -1,4 +1,4 @@
-// Lens: what each layer would put after each token, and what becomes of the answer where one is patched into another.
+// Lens: what each layer would predict after each token, and the effect of patching one token into another.
 
 import { ApiError, post } from "./api.js";
 import { button, choose, empty, field, h, named, percent, quoted } from "./dom.js";
@@ -12,8 +12,8 @@ import "./code.js";
 import "./grid.js";
 
 const TOP = 5; // tokens of each cell
-const WINDOW = 64; // tokens that one request reads, halved where the server allows fewer
-const LONG = 20; // tokens of a cell that was chosen
+const WINDOW = 64; // tokens of one request, halved if the server allows fewer
+const LONG = 20; // tokens of a selected cell
 const PATCHED = 40; // new tokens after a patch, at most
 const LAST = "the last layer’s token";
 const BY = {
@@ -36,14 +36,14 @@ export function view(app) {
   const code = document.createElement("request-code");
   const [patchTrouble, cellTrouble] = [h("div"), h("div")];
   const reading = work({ trouble, starts: run, status }); // the text
-  const columns = work({ trouble, status, home: () => run }); // those in view; the grid would read on where it gets the focus
-  const peeking = work({ trouble: cellTrouble, what: "reading the cell", home: () => about.querySelector("h2") }); // into the cell that was chosen
+  const columns = work({ trouble, status, home: () => run }); // the visible ones; the grid would read on when it gets the focus
+  const peeking = work({ trouble: cellTrouble, what: "reading the cell", home: () => about.querySelector("h2") }); // into the selected cell
   const patching = work({ trouble: patchTrouble, what: "the patch", home: () => result.querySelector("h2") });
   let text = null; // { model, ids, texts, count, asked }
-  let cells = []; // by position, `{ layers }`, the lens of a token
+  let cells = []; // position -> `{ layers }`, the lens of a token
   let wanted = [0, 0];
   let step = WINDOW;
-  let chosen = null; // the cell whose likeliest tokens are shown, as `{ position, layer }`, or that a link names
+  let chosen = null; // the cell whose top tokens are shown, as `{ position, layer }`, or that a link names
   const pins = pinning(app.changed); // of the answers to a patch
   let patched = null; // `{ from, to }`, cells as `{ position, layer }`: the patch that is shown, or that a link names
   const isStale = () => text.asked !== JSON.stringify(from.read()); // another text was typed since
@@ -92,11 +92,11 @@ export function view(app) {
       if (chosen?.position < text.ids.length) grid.choose(chosen.position, chosen.layer, true);
       if ([patched?.from, patched?.to].every((cell) => cell?.position < text.ids.length)) patch(patched.from, patched.to);
     }, begin);
-    if (done === false && text) grid.refresh(); // the columns of what is shown still
+    if (done === false && text) grid.refresh(); // the columns that are still shown
     return done;
   }
 
-  /** Ends what is under way with the text that is shown, and forgets it. */
+  /** Cancels requests for the shown text, and forgets it. */
   function clear() {
     for (const one of [columns, peeking, patching]) one.end();
     for (const one of [trouble, cellTrouble, patchTrouble, result]) one.replaceChildren();
@@ -111,7 +111,7 @@ export function view(app) {
     grid.show({ texts: text.texts, count: text.count, layers: span(0, layers), cell, colours: (one) => colour(one), need: (first, end) => ((wanted = [first, end]), readNext()) });
   }
 
-  /** Reads the columns in view that are not there yet, a window at a time. */
+  /** Reads the missing visible columns, a window at a time. */
   function readNext() {
     const missing = () => span(...wanted).find((at) => !cells[at]);
     if (reading.isRunning() || columns.isRunning() || missing() === undefined) return null;
@@ -140,7 +140,7 @@ export function view(app) {
   grid.addEventListener("patch", ({ detail }) => patchAnew(detail.from, detail.to));
 
   function look({ position, layer }) {
-    chosen = isStale() ? null : { position, layer }; // a link holds the text that was typed since
+    chosen = isStale() ? null : { position, layer }; // a link contains the text typed since
     app.changed();
     const place = `layer ${layer}, after token ${position}, ${quoted(text.texts[position])}`;
     const list = h("div");
@@ -176,7 +176,7 @@ export function view(app) {
     patch(source, target);
   }
 
-  /** Runs the text up to its answer with one row replaced, beside the same without. */
+  /** Runs the text up to its answer with one row replaced, and without. */
   async function patch(source, target) {
     patched = isStale() ? null : { from: source, to: target };
     app.changed();

@@ -1,4 +1,4 @@
-// The frame around the views: which one is shown, for which model, and what there is to say of the server.
+// The frame around the views: the current view, its model, and messages about the server.
 
 import { get, isThere, key, server } from "./api.js";
 import { button, copy, errorNote, fill, goTo, h, RELOAD, whenQuiet } from "./dom.js";
@@ -12,21 +12,21 @@ const VIEWS = {
   runs: ["Stored runs", () => import("./runs.js")],
   readouts: ["Readouts", () => import("./readouts.js")],
 };
-const AGAIN_MS = 2000; // between two looks whether the server is back
+const AGAIN_MS = 2000; // between two checks whether the server is back
 
 const place = document.getElementById("view");
 const notices = document.getElementById("notices");
 const nav = document.getElementById("nav");
 const chooser = document.getElementById("model");
 const asksKey = document.getElementById("key");
-const made = new Map(); // by name, a view that was opened: it stays as it is while another is looked at
+const made = new Map(); // name -> an opened view, which is kept while another is shown
 const structures = new Map();
-const writes = new Map(); // by name, how often an entry of the history has set the view's state
+const writes = new Map(); // name -> how often a history entry has set the view's state
 let shown = null;
 let models = [];
-let isKnown = false; // whether the server has told its models: it may have none
+let isKnown = false; // whether the server has listed its models: it may have none
 
-/** What views are given. */
+/** The interface of views to the frame. */
 const app = {
   model: () => chooser.value,
   info: () => models.find(({ id }) => id === chooser.value) ?? null,
@@ -38,30 +38,30 @@ const app = {
     }
     return structures.get(model);
   },
-  /** Puts the view's state into the address, a moment after the last change. */
+  /** Writes the view's state into the address, shortly after the last change. */
   changed: whenQuiet(() => keep()),
-  /** Opens another view in a state, and has it begin, at a token. No link does the latter: it would have the model work. */
+  /** Opens another view in a state, and starts it at a token. A link never does the latter, which makes the model work. */
   open: async (name, state, at) => {
-    keep(); // whoever goes back finds this view as it was left
+    keep(); // going back then finds this view unchanged
     history.pushState(null, "", written(name, state));
     if (await show()) await made.get(name).begin?.(at);
   },
 };
 
-// A view whose tokens are another model's names that one.
+// A view whose tokens belong to another model shows that model's name.
 const written = (name, state) => links.written(name, { model: app.model(), ...state });
 const address = () => written(shown, made.get(shown)?.read());
-const lineage = (name) => `${performance.timeOrigin} ${writes.get(name) ?? 0}`; // the same until the view is set anew
-let settled = null; // the fragment that the view in place has: another one is a link that is about to be shown
+const lineage = (name) => `${performance.timeOrigin} ${writes.get(name) ?? 0}`; // the same until the view is set again
+let settled = null; // the fragment of the current view: another one is a link that will be shown
 
-/** Puts the state of the view in place into the address. */
+/** Writes the current view's state into the address. */
 function keep() {
   if (!made.has(shown) || location.hash !== settled) return;
   history.replaceState(lineage(shown), "", address());
   settled = location.hash;
 }
 
-/** Shows the view that the address names, in the state that it holds; gives whether no other was shown or written since. */
+/** Shows the view and state of the address; returns whether no other was shown or written meanwhile. */
 async function show() {
   const { hash } = location;
   const { view, state, damaged } = links.read();
@@ -70,7 +70,7 @@ async function show() {
   if (!one || location.hash !== hash) return false;
   settled = hash;
   if (state.model) offer(links.asText(state.model));
-  const wentOn = history.state === lineage(shown); // since it was left here
+  const wentOn = history.state === lineage(shown); // since it was left
   if (Object.keys(state).length && !wentOn && location.hash !== address()) {
     one.write(state);
     writes.set(shown, (writes.get(shown) ?? 0) + 1);
@@ -81,7 +81,7 @@ async function show() {
   return shown === name && lineage(name) === was;
 }
 
-/** Puts a view in its place as it was left, made anew where there is none yet; null where another was chosen meanwhile. */
+/** Shows a view as it was left, creating it if needed; null if another was chosen meanwhile. */
 async function activate(name) {
   for (const link of nav.children) {
     if (link.dataset.view === name) link.setAttribute("aria-current", "page");
@@ -107,7 +107,7 @@ async function activate(name) {
   return made.get(name);
 }
 
-/** Reads which models there are; a look `isAgain` that finds the same ones changes nothing. */
+/** Lists the models; a repeated check (`isAgain`) with the same result changes nothing. */
 async function know(isAgain = false) {
   let found;
   try {
@@ -128,7 +128,7 @@ async function know(isAgain = false) {
 
 const isServed = () => models.some(({ id }) => id === chooser.value);
 
-/** Offers the models, and chooses one, also one that is not served: no other is asked in its place. */
+/** Offers the models, and selects one even if it is not served: no other model replaces it. */
 function offer(wanted) {
   const isMissing = wanted && !models.some(({ id }) => id === wanted);
   fill(chooser, [...models.map(({ id }) => [id]), ...(isMissing ? [[wanted, isKnown ? `${wanted}, not served` : wanted]] : [])]);
@@ -139,7 +139,7 @@ function offer(wanted) {
   notice("models", isMissing ? `The model ${wanted} is not served now: choose another one, or load it by POST /models/load.` : none);
 }
 
-/** Says something above the view under a name, until it is said otherwise; null takes it away. */
+/** Shows a message above the view under a name until it is replaced; null removes it. */
 function notice(name, ...said) {
   const old = notices.querySelector(`[data-name=${name}]`);
   const hadFocus = old?.contains(document.activeElement);
@@ -195,7 +195,7 @@ function soon() {
   timer = setTimeout(lookAgain, AGAIN_MS);
 }
 
-/** Looks, while somebody looks at the page, for a server that is away, and for a model that is not served. */
+/** While the page is visible, checks for a server that is away and for a model that is not served. */
 async function lookAgain() {
   if (document.hidden) soon();
   else if (!waiting) await know(true);
@@ -204,7 +204,7 @@ async function lookAgain() {
 
 nav.append(...Object.entries(VIEWS).map(([name, [title]]) => h("a", { href: `#${name}`, "data-view": name, onclick: keepState }, title)));
 
-/** Goes to a view as it was left. */
+/** Opens a view as it was left. */
 async function keepState(event) {
   if (event.metaKey || event.ctrlKey || event.shiftKey) return;
   event.preventDefault();

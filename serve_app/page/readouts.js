@@ -1,4 +1,4 @@
-// Readouts: those that are installed, and the tokens of a session for which one's value is the largest.
+// Readouts: the installed ones, and the tokens of a session with the largest values of one.
 
 import { address, get } from "./api.js";
 import { button, choose, empty, errorNote, field, fill, h, keepingFocus, newId, number, table, visible } from "./dom.js";
@@ -8,9 +8,9 @@ import { asNumber, asText } from "./state.js";
 import { work } from "./work.js";
 import "./code.js";
 
-const KEPT = 30; // tokens that are shown
-const AROUND = 10; // tokens of the text on each side of one
-const MOST_RUNS = 1000; // that the server lists at a time
+const KEPT = 30; // tokens to show
+const AROUND = 10; // tokens of the text on each side
+const MOST_RUNS = 1000; // listed by the server at a time
 const NONE = "none is stored";
 const KINDS = { linear: "linear", sae: "sparse autoencoder" };
 
@@ -50,7 +50,7 @@ export function view(app) {
   let installed = [];
   let name = "";
   let best = []; // the largest: `{ score, at, texts, facts }`
-  let sought = null; // of which they are: `[readout, column]`
+  let sought = null; // their readout: `[readout, column]`
 
   const home = () => held.querySelector("button, .scroll");
   const readout = () => installed.find((one) => one.name === name);
@@ -88,7 +88,7 @@ export function view(app) {
     status.textContent = "";
   }
 
-  /** What the chosen one is, and what can be asked of it. */
+  /** The description of the chosen readout, and its actions. */
   async function show() {
     const one = readout();
     const isSae = one.kind === "sae";
@@ -189,7 +189,7 @@ export function view(app) {
   return {
     element,
     ready: list,
-    leave: () => finding.stop.click(), // it would go from run to run while nobody looks
+    leave: () => finding.stop.click(), // it would continue from run to run while invisible
     read: () => ({ readout: name, feature: feature.valueAsNumber || 0, value: Number(value.value) || 0, session: session.value, runs: most.valueAsNumber || 10 }),
     write: (state) => {
       clear();

@@ -1,12 +1,12 @@
-// Requests over a text whose tokens are known: what the model makes of it, a piece at a time.
+// Requests over a text with known tokens, a piece at a time.
 
 import { bytes, get, post, stream } from "./api.js";
 import { rowsOf, tensors } from "./tensors.js";
 
 const LIMITS = new Set(["capture_too_large", "logit_lens_too_large", "readouts_too_large"]);
-const MOST_FEATURES = 1024; // that a request may ask of a token
+const MOST_FEATURES = 1024; // the most that a request may ask for a token
 
-/** The tokens of a source form's text: `{ ids, texts, count }`, where `count` of them are the prompt's. */
+/** The tokens of a source form's text: `{ ids, texts, count }`, of which `count` belong to the prompt. */
 export async function tokenized(model, { text, chat, ids, count }, signal) {
   if (ids) {
     const { token_texts: texts } = await post("detokenize", { model, tokens: ids, return_token_strs: true }, signal);
@@ -17,7 +17,7 @@ export async function tokenized(model, { text, chat, ids, count }, signal) {
   return { ids: tokens, texts, count: tokens.length };
 }
 
-/** The texts of tokens, or their ids where the model is not served: `{ texts, served }`. */
+/** The texts of tokens, or their ids if the model is not served: `{ texts, served }`. */
 export async function textsOf(model, ids, signal) {
   try {
     const { texts } = await tokenized(model, { ids }, signal);
@@ -28,7 +28,7 @@ export async function textsOf(model, ids, signal) {
   }
 }
 
-/** What a source form asks for as tokens, with the model's answer after a text: `{ model, ids, texts, count }`. */
+/** A source form's input as tokens, with the model's answer after a text: `{ model, ids, texts, count }`. */
 export async function answered(model, asked, code, signal) {
   const { ids, texts, count } = await tokenized(model, asked, signal);
   if (!asked.ids && asked.max_tokens) {
@@ -40,7 +40,7 @@ export async function answered(model, asked, code, signal) {
   return { model, ids, texts, count };
 }
 
-/** The fields of a request that goes on from these token ids. */
+/** The fields of a request that continues these token ids. */
 export const continuing = (model, ids, { max_tokens, temperature, top_p, seed }, more = {}) => ({
   model,
   prompt: ids,
@@ -53,7 +53,7 @@ export const continuing = (model, ids, { max_tokens, temperature, top_p, seed },
   ...more,
 });
 
-/** Streams a completion; `ontokens(tokens, choice)` hears of each piece. Gives the last choice, with `norms` and the like. */
+/** Streams a completion; calls `ontokens(tokens, choice)` for each piece. Returns the last choice, with `norms` and the like. */
 export async function complete(body, ontokens, signal) {
   let last = {};
   for await (const event of stream("v1/completions", body, signal)) {
@@ -80,8 +80,8 @@ const ranked = (top) =>
     .sort((a, b) => b.logprob - a.logprob);
 
 /**
- * The request for the lens at positions `from` to before `to` of these tokens, with the rank of what the last layer says.
- * What stands after is not run.
+ * The request for the lens at positions `from` to before `to` of these tokens, with the rank of the last layer's top
+ * token. Later tokens are not run.
  */
 export const lensBody = (model, ids, from, to, top_k, layers = "all") => ({
   model,
@@ -99,8 +99,8 @@ export async function lens(body, signal) {
 }
 
 /**
- * Interventions of an answer after `offset` tokens, for a request whose prompt is the first `end` of its text: what
- * they choose by name, as positions.
+ * Interventions of an answer after `offset` tokens, for a request whose prompt is the first `end` tokens of its text:
+ * the tokens that they choose by name become positions.
  */
 export const again = (interventions, offset) => (end) => ({
   interventions: interventions.map((one) => ({ ...one, tokens: placed(one.tokens, offset, end) })),
@@ -111,7 +111,7 @@ const placed = (tokens, offset, end) => ({ all: "all", prompt: { from: 0, to: of
 const nothing = () => ({});
 const upTo = (ids, positions) => ids.slice(0, Math.max(...positions) + 1);
 
-/** The request for rows of a point at some positions, in the answer itself; `more(end)` gives it fields for its `end` tokens. */
+/** The request for rows of a point at some positions, inline in the answer; `more(end)` adds fields for its `end` tokens. */
 export const rowsBody = (model, ids, points, positions, more = nothing) => ({
   model,
   prompt: upTo(ids, positions),
@@ -120,7 +120,7 @@ export const rowsBody = (model, ids, points, positions, more = nothing) => ({
   ...more(upTo(ids, positions).length),
 });
 
-/** Rows of points, by the point's name; unless it is to be one, each request takes as many positions as the server lets it. */
+/** Rows of points by the point's name; each request has as many positions as the server allows, unless only one is wanted. */
 export async function rows(model, ids, points, positions, signal, more, isOne = false) {
   const found = {};
   await inParts(positions, isOne, async (some) => {
@@ -139,7 +139,7 @@ export const scoresBody = (model, ids, { name, kind, values }, positions, more =
   ...more(upTo(ids, positions).length),
 });
 
-/** A readout's values at some positions: of each a list, or of an autoencoder `[{ feature, value }]`, the largest first. */
+/** A readout's values at some positions: a list for each, or for an autoencoder `[{ feature, value }]`, the largest first. */
 export async function scores(model, ids, readout, positions, signal, more) {
   const found = [];
   await inParts(positions, false, async (some) => {
@@ -178,7 +178,7 @@ export async function stored(run, points, signal) {
   return tensors(await bytes(path, query, { signal }));
 }
 
-/** The tokens that are stored of a run, by the smallest of its points. */
+/** The stored tokens of a run, read with its smallest point. */
 export async function storedTokens(facts, signal) {
   const names = Object.keys(facts.points);
   const least = names.toSorted((a, b) => volume(facts.points[a]) - volume(facts.points[b]))[0];
@@ -195,20 +195,20 @@ export async function storedRows(run, point, signal) {
   return { ids: [...found.token_id.values], positions: [...found.position.values], rows: rowsOf(found[point]) };
 }
 
-/** The readouts that are installed; of one model, where it is named. */
+/** The installed readouts; of one model if it is named. */
 export async function readouts(model, signal) {
   const { data } = await get("v1/readouts", { limit: 1000 }, signal);
   return model ? data.filter((one) => one.model === model) : data;
 }
 
-/** The direction in which a value of a linear readout grows fastest, as numbers. */
+/** The direction in which a linear readout's value grows fastest, as numbers. */
 export async function directionOf({ name }, column, signal) {
   const { tensors: found } = await tensors(await bytes(`v1/readouts/${encodeURIComponent(name)}/file`, {}, { signal }));
   const row = rowsOf(found.weight)[column];
   return Array.from(row, (weight, i) => weight / (found.std?.values[i] ?? 1)); // rows are standardized first
 }
 
-/** The vectors that were sent to the server: `[name, shape]` of each. */
+/** The uploaded vectors: `[name, shape]` of each. */
 export async function vectors(signal) {
   const { data } = await get("v1/tensors", { limit: 1000 }, signal);
   return data.flatMap(({ id, tensors: held }) =>
@@ -216,7 +216,7 @@ export async function vectors(signal) {
   );
 }
 
-/** One of them. */
+/** One uploaded vector. */
 export async function vector(name, signal) {
   const [id, ...rest] = name.split("/");
   const { tensors: found } = await tensors(await bytes(`v1/tensors/${encodeURIComponent(id)}`, {}, { signal }));

@@ -1,4 +1,4 @@
-// Stored runs: which there are, and what of one is stored, in the same views as what is asked now.
+// Stored runs: a list, and the stored values of one in the same views as new requests.
 
 import { get } from "./api.js";
 import { colouring } from "./colouring.js";
@@ -39,15 +39,15 @@ export function view(app) {
   let session = "";
   let run = "";
   let other = "";
-  let listed = ""; // the session whose runs stand in the list
-  let colour = {}; // of the run that is open
+  let listed = ""; // the session whose runs are listed
+  let colour = {}; // of the open run
   let loaded = false;
   const reading = work({ trouble, home: () => (opened.querySelector("h2") ?? held.querySelector("h2, .scroll, .empty")) });
-  const extra = h("div"); // what goes wrong where a run's tokens are scored, and
+  const extra = h("div"); // errors of scoring a run's tokens, and
   const scored = h("span", { class: "from", role: "status" });
   const scoring = work({ trouble: extra, what: "scoring", home: () => opened.querySelector("token-strip") });
-  const pins = pinning(app.changed); // of the run that is open
-  let repaint = () => {}; // what is open, after a change between dark and light
+  const pins = pinning(app.changed); // of the open run
+  let repaint = () => {}; // recolours the open run after a change between dark and light
   onTheme(() => repaint());
 
   const filled = () => ({
@@ -58,7 +58,7 @@ export function view(app) {
     until: seconds(filters.until.value),
   });
 
-  /** Runs a step that reads from the server and shows what it has read. */
+  /** Runs a step that reads from the server and shows the result. */
   function reads(step) {
     scoring.end();
     return keepingFocus(() => reading.run(step, () => reads(step)), () => held.querySelector("h2, .scroll, .empty"));
@@ -92,7 +92,7 @@ export function view(app) {
     return reads((signal) => showSession(after, signal));
   }
 
-  /** Leaves the list as it is, with what is checked, where there is one. */
+  /** Restores the list with its checked runs, if there is one. */
   function close() {
     if (listed !== session) return openSession(session);
     for (const one of [reading, scoring]) one.end();
@@ -141,20 +141,20 @@ export function view(app) {
         opened.scrollIntoView({ block: "start" });
         if (element.contains(document.activeElement)) goTo(opened.querySelector("h2"));
       } catch (error) {
-        if (waits.isConnected) opened.replaceChildren(); // else another run is read by now
+        if (waits.isConnected) opened.replaceChildren(); // otherwise another run was read meanwhile
         throw error;
       }
     });
   }
 
-  /** What is stored of a run, with its tokens as texts where its model is served, and what could be computed now. */
+  /** The stored values of a run, its tokens as texts if its model is served, and what can be computed now. */
   async function readRun(id, signal) {
     const { data } = await get("v1/activations/runs", { run: id, session }, signal);
     if (!data.length) throw new Error(`The session ${session} has no run ${id} any more.`);
     const [facts] = data;
     const { names, ids, positions, isWhole } = await storedTokens(facts, signal);
     const { texts, served } = await textsOf(facts.model, ids, signal);
-    const isAble = isWhole && served; // its model can be asked again
+    const isAble = isWhole && served; // its model can be used again
     const { points } = isAble ? await app.structure(facts.model) : { points: [] };
     signal.throwIfAborted();
     const lacking = points.map(({ name }) => name).filter((name) => RESIDUAL.test(name) && !(name in facts.points));
@@ -173,14 +173,14 @@ export function view(app) {
     colours.setPoints(names.filter((name) => !name.endsWith(PATTERN) && !name.startsWith(COLUMN)), of.lacking);
     colours.write(colour);
     for (const one of [extra, scored]) one.replaceChildren();
-    const later = h("div"); // a colour that is not computed by itself
+    const later = h("div"); // a colour that is not computed automatically
     const look = (index) => about.replaceChildren(...details(strip.tokens[index], of.positions[index] ?? "", colours.scores(strip, index)));
     const recolour = async () => {
       later.replaceChildren();
       await colours.apply(strip, { model: facts.model, ids, run: facts, positions: of.positions, isWhole: of.isWhole });
       if (!opened.contains(strip)) return;
       if (strip.pinned >= 0) look(strip.pinned);
-      colour = colours.read(); // with what is chosen of a list that came meanwhile
+      colour = colours.read(); // including the choice from a list that arrived meanwhile
       app.changed();
     };
     onLook(strip, look);
@@ -202,7 +202,7 @@ export function view(app) {
     else later.replaceChildren(h("p", { class: "row" }, "This colour is not stored with the run.", button("Compute it now", recolour, { disabled: !of.isAble })));
   }
 
-  /** The other views of a run: from what is stored, or by the request that would record it. */
+  /** The other views of a run: from stored values, or by the request that would record them. */
   function more(of, strip, recolour) {
     const { facts, names, ids, isAble, lacking } = of;
     const patterns = names.filter((name) => name.endsWith(PATTERN));

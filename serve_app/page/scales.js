@@ -1,11 +1,11 @@
-// Colour scales that are read by lightness, so that colour blindness leaves them whole, with their legends; and what a
-// readout’s values are called, and how they are coloured.
+// Colour scales that differ in lightness, so that they work with colour blindness, and their legends; names and colours of
+// readout values.
 
 import { h, number, visible } from "./dom.js";
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-// One hue from the page's own ground to a strong tone; two hues that differ in blue and yellow for signed values.
+// One hue from the page's background to a strong tone; two hues that differ in blue and yellow for signed values.
 const RAMPS = {
   light: { one: [[255, 255, 255], [189, 215, 238], [74, 136, 190], [11, 59, 110]], two: [[120, 60, 0], [232, 152, 58], [255, 255, 255], [104, 160, 214], [11, 59, 110]] },
   dark: { one: [[22, 26, 33], [28, 66, 110], [62, 128, 196], [166, 210, 255]], two: [[255, 196, 120], [184, 100, 20], [22, 26, 33], [44, 104, 172], [166, 210, 255]] },
@@ -22,7 +22,7 @@ function mixed(stops, share) {
 const linear = (part) => (part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
 const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
 
-/** A colour's text: the ground, and black or white, whichever is read better on it. */
+/** The text colour on a background: black or white, whichever is more readable. */
 function inks(rgb) {
   return { ground: `rgb(${rgb.join(" ")})`, ink: luminance(rgb) > 0.18 ? "#000" : "#fff" };
 }
@@ -43,7 +43,7 @@ export function scale({ low = 0, high = 1, title, unit = "", signed = false, rev
   return { title, unit, colour, at, rgb: (value) => mixed(ramp(kind), share(value)), steps: null };
 }
 
-/** The scale of tokens' probabilities: the less sure, the stronger. */
+/** The scale of tokens' probabilities: the less likely, the stronger. */
 export const SURE = scale({ title: "probability", reversed: true });
 
 /** Colours for a rank, from 1 on, in steps. */
@@ -54,13 +54,13 @@ export function rankScale(title) {
   return { title, unit: "", colour, steps: steps.map(([, text], i) => [text, () => inks(mixed(ramp("one"), shares[i]))]) };
 }
 
-/** Paints an element by a scale. */
+/** Colours an element by a scale. */
 export function paint(element, colours) {
   element.style.backgroundColor = colours?.ground ?? "";
   element.style.color = colours?.ink ?? "";
 }
 
-/** `<scale-legend>`: a scale's title, unit and ends, or its steps, in the colours of the theme. */
+/** `<scale-legend>`: a scale's title, unit and ends, or its steps, in the theme's colours. */
 class ScaleLegend extends HTMLElement {
   of = null;
   #leave = null;
@@ -97,13 +97,13 @@ function swatch(colours, text) {
 /** A scale's legend. */
 export const legend = (of) => h("scale-legend", { class: "legend", of });
 
-/** Calls back when the system changes between dark and light, until what it gives is called. */
+/** Calls back when the system changes between dark and light, until the returned function is called. */
 export function onTheme(act) {
   dark.addEventListener("change", act);
   return () => dark.removeEventListener("change", act);
 }
 
-export const COLUMN = "readouts."; // with which a stored run's columns of readouts begin
+export const COLUMN = "readouts."; // prefix of a stored run's readout columns
 
 export const BEYOND = "a few lie beyond the ends";
 const UNITS = { sigmoid: "probability", none: "score" };
@@ -115,17 +115,17 @@ export function columns({ name, labels, values }) {
   return values === 1 ? [[0, name]] : Array.from({ length: values }, (_, i) => [i, `${name}: value ${i}`]);
 }
 
-/** What one value is called: a label's, or a feature's number. */
+/** The name of one value: a label, or a feature's number. */
 export const titleOf = (readout, column) => (readout.kind === "sae" ? `feature ${column} of ${readout.name}` : columns(readout)[column]?.[1] ?? readout.name);
 
-/** One value of a row, as `scores` in `recompute.js` gives rows; a feature that is not there is 0. */
+/** One value of a row, in the format of `scores` in `recompute.js`; a missing feature is 0. */
 export function valueOf(readout, row, column) {
   if (!row) return NaN;
   if (readout.kind === "sae") return row.find(({ feature }) => feature === column)?.value ?? 0;
   return row[column] ?? NaN;
 }
 
-/** A scale for values of a readout, the largest of which is `most` away from 0; `clipped` where some lie beyond. */
+/** A scale for values of a readout of at most `most` in size; `clipped` if some are larger. */
 export function scoreScale(readout, column, most, clipped = false) {
   const what = { title: titleOf(readout, column), unit: unitOf(readout) + (clipped ? `; ${BEYOND}` : "") };
   if (readout.activation === "sigmoid") return scale({ ...what, unit: unitOf(readout) });
@@ -139,7 +139,7 @@ export function fitted(readout, column, values) {
   return scoreScale(readout, column, most, clipped);
 }
 
-/** How far values lie from 0, without a few that are far larger, as a text's first token often is: they would hide the others. */
+/** The largest distance of values from 0, without a few far larger ones, such as often a text's first token, which would hide the others. */
 export function reach(values) {
   const sizes = values.filter(Number.isFinite).map(Math.abs).sort((a, b) => a - b);
   const largest = sizes.at(-1) ?? 0;

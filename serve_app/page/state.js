@@ -1,8 +1,8 @@
-// What a view shows, in the URL's fragment: `#lens=<base64url of JSON>`. Never a key.
+// A view's state in the URL's fragment: `#lens=<base64url of JSON>`. Never a key.
 
-const MOST = 1 << 20; // characters of a fragment that are read
+const MOST = 1 << 20; // the most characters of a fragment
 
-/** The view that the address names, and its state. Throws where the link is damaged. */
+/** The view and state in the address. Throws if the link is damaged. */
 export function read(hash = location.hash) {
   const [, view = "", coded = ""] = /^#([a-z]*)=?(.*)$/s.exec(hash.slice(0, MOST)) ?? [];
   if (!coded) return { view, state: {} };
@@ -16,7 +16,7 @@ export function read(hash = location.hash) {
   }
 }
 
-/** The fragment of a view in a state. */
+/** The fragment for a view and its state. */
 export function written(view, state) {
   const bytes = new TextEncoder().encode(JSON.stringify(state));
   let text = "";
@@ -24,7 +24,7 @@ export function written(view, state) {
   return `#${view}=${btoa(text).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "")}`;
 }
 
-/** A value of a link as a text, a number, a truth or a list of token ids; else the default. */
+/** A link's value as a text, a number, a boolean or a list of token ids; otherwise the default. */
 export const asText = (value, other = "") => (typeof value === "string" ? value : other);
 export const asNumber = (value, other) => (Number.isFinite(value) ? value : other);
 export const asBool = (value, other) => (typeof value === "boolean" ? value : other);

@@ -36,7 +36,7 @@ export function view(app) {
   const run = h("button", { class: "main" }, "Answer with and without");
   const trouble = h("div");
   const answering = work({ trouble, starts: run });
-  const unsent = h("div"); // what goes wrong with a file
+  const unsent = h("div"); // errors of a file
   const sending = work({ trouble: unsent, what: "sending", home: () => upload });
   const told = empty("Give a prompt, and a direction: two short texts that differ in what you want to add, or what is on the server. Both answers begin from one seed.");
   const result = h("div", {}, told);
@@ -132,7 +132,7 @@ export function view(app) {
     const points = all ? ["layers.*.output"] : [`layers.${layer.element.value}.output`];
     if (kind.value === "tensor") {
       if (!tensor.value) throw new Error("No tensor is chosen: send a safetensors file, or take the difference of two prompts.");
-      await vector(tensor.value, signal); // an early word where it is gone
+      await vector(tensor.value, signal); // report early if it is missing
       return points.map((point) => ({ ...how, point, vector: tensor.value }));
     }
     const sides = await Promise.all([toward, away].map((box) => lastRows(model, box.value || box.placeholder, points, signal)));
@@ -148,7 +148,7 @@ export function view(app) {
     return rows(model, ids, points, [ids.length - 1], signal);
   }
 
-  /** Forgets the answers that are shown. */
+  /** Forgets the shown answers. */
   function drop() {
     for (const { strip } of answers) colours.forget(strip);
     answers = [];
@@ -179,7 +179,7 @@ export function view(app) {
       const ends = await Promise.all(bodies.map((body, i) => complete(body, (some, choice) => take(mine[i], some, choice), signal)));
       tell(ends[1], interventions[0].scale);
     }, begin);
-    if (isWhole === null || !panes.length) return; // others have taken their place, or none were asked for
+    if (isWhole === null || !panes.length) return; // others have replaced them, or none were requested
     if (!isWhole) report.textContent = "";
     for (const [made, strip] of panes) made.append(asPlain(strip) ?? "");
     pins.restore();
@@ -205,7 +205,7 @@ export function view(app) {
     about.replaceChildren(...details(strip.tokens[index], text.offset + index, colours.scores(strip, index, text)));
   }
 
-  /** By how much: the operations' unit and what they did, as the server reports it. */
+  /** The size of the changes: the operations' unit and effects, as reported by the server. */
   function tell({ norms = [], report: done = [] }, scale) {
     const lengths = norms.map(({ point, norm: length }) => `${number(Math.abs(scale) * length)} at ${point}, where rows are ${number(length)} long`);
     const changes = done.map(({ point, rows: count, mean_change: mean, largest_change: most }) => (count ? `${count} rows at ${point} by ${percent(mean)} of their length on average, by ${percent(most)} at the most` : `no row at ${point}`));
@@ -239,7 +239,7 @@ export function view(app) {
       strength: strength.valueAsNumber,
     }),
     write: (state) => {
-      // Another view gives a feature alone: what was typed stays, and the answers to it.
+      // Another view sends only a feature: the typed text and its answers remain.
       if ("text" in state || state.ids) {
         from.write(state);
         answering.end();

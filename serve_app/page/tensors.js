@@ -9,7 +9,7 @@ const READS = {
   I32: (data) => new Int32Array(data),
 };
 
-/** The tensors of a file, by name: `{ shape, values }`, as float32 numbers; integers of 64 bits as numbers. */
+/** The tensors of a file by name: `{ shape, values }` as float32 numbers; 64-bit integers as numbers. */
 export async function tensors(blob) {
   const head = new DataView(await blob.slice(0, 8).arrayBuffer());
   const length = Number(head.getBigUint64(0, true));

@@ -1,25 +1,25 @@
-// `<token-strip>`: an answer as its tokens, each of which can be looked at and pinned.
+// `<token-strip>`: an answer as its tokens, each of which can be inspected and pinned.
 
 import { h, named, newId, perFrame, percent, visible } from "./dom.js";
 import { onTheme, paint } from "./scales.js";
 import { asNumber } from "./state.js";
 
-const BLOCK = 200; // tokens of a block without a new line; as many again where no token begins with a space
+const BLOCK = 200; // tokens of a block without a new line; up to twice as many if no token starts with a space
 
 /**
  * A token: `{ text, id?, logprob?, top?: [{ text, logprob }], part? }`; `part` is "prompt" or "answer".
- * The strip is a list box: arrow keys go from token to token, Enter pins one. Its tokens lie in blocks of a paragraph
- * each, so that the browser lays out the last one alone as tokens come.
+ * The strip is a list box: arrow keys move between tokens, Enter pins one. Each paragraph of tokens is a block, so that
+ * the browser only lays out the last block while tokens arrive.
  * Events: `look` (hovered or focused) and `pin`, each with `detail.index`.
  */
 class TokenStrip extends HTMLElement {
   tokens = [];
-  text = ""; // of the answer as a whole: a character may be of several tokens
+  text = ""; // of the whole answer: a character may span several tokens
   pinned = -1;
-  #at = -1; // where the keyboard is
+  #at = -1; // the keyboard position
   #drawn = []; // the elements
   #block = null; // the last
-  #held = 0; // tokens of it
+  #held = 0; // tokens in it
   #colour = null;
   #stem = newId("token");
   #leave = null;
@@ -43,7 +43,7 @@ class TokenStrip extends HTMLElement {
     this.#leave?.();
   }
 
-  /** Shows these tokens in place of what was there. */
+  /** Replaces the tokens. */
   set(tokens) {
     this.tokens = [];
     this.replaceChildren();
@@ -54,21 +54,21 @@ class TokenStrip extends HTMLElement {
     this.add(tokens);
   }
 
-  /** Shows these, and the text that they add, after what is there, in the next frame. */
+  /** Appends tokens and their text in the next frame. */
   add(tokens, text = "") {
     this.tokens.push(...tokens);
     this.text += text;
     this.#draw();
   }
 
-  /** Colours each token by `colours(token, index)`, which gives a scale's colours or null. */
+  /** Colours each token by `colours(token, index)`, which returns a colour of a scale or null. */
   colour(colours) {
     this.#colour = colours;
     this.#drawNew();
     this.repaint();
   }
 
-  /** Colours the tokens from `first` to before `last` anew, whose numbers have changed. */
+  /** Recolours the tokens from `first` to before `last` after their numbers have changed. */
   repaint(first = 0, last = Infinity) {
     for (let i = first; i < Math.min(last, this.#drawn.length); i++) paint(this.#drawn[i], this.#colour?.(this.tokens[i], i));
   }
@@ -125,7 +125,7 @@ class TokenStrip extends HTMLElement {
     event.preventDefault();
   }
 
-  /** How many tokens away the one is that stands below or above. */
+  /** The distance in tokens to the one below or above. */
   #line(way) {
     const here = this.#drawn[Math.max(this.#at, 0)]?.getBoundingClientRect();
     for (let i = this.#at + way; here && i >= 0 && i < this.#drawn.length; i += way) {
@@ -161,25 +161,25 @@ class TokenStrip extends HTMLElement {
 
 customElements.define("token-strip", TokenStrip);
 
-/** A named section with an answer to come: `[section, strip]`. */
+/** A named section for an answer: `[section, strip]`. */
 export function answerPane(name, heading = "h2") {
   const strip = document.createElement("token-strip");
   strip.setAttribute("aria-label", `${name}: tokens of the answer`);
   return [h("section", { "aria-label": name }, h(heading, {}, name), strip), strip];
 }
 
-/** What opens an answer as a text, in its own direction, to read and copy; null where there is none. */
+/** A button that opens an answer as text to read and copy, in its own direction; null if there is none. */
 export function asPlain(strip) {
   const text = h("div", { class: "plain", dir: "auto" });
   return strip.text ? h("details", { ontoggle: () => (text.textContent = strip.text) }, h("summary", {}, "Show as text"), text) : null;
 }
 
-/** Which tokens of a view's strips are pinned, in the strips' order, as a link holds it; `onchange` hears of another one. */
+/** The pinned tokens of a view's strips, in the strips' order, as stored in a link; `onchange` is called on changes. */
 export function pinning(onchange) {
   let pinned = [];
   let shown = [];
   return {
-    /** Takes these strips in place of others. */
+    /** Replaces the strips. */
     watch: (strips) => {
       shown = strips;
       strips.forEach((strip, i) => strip.addEventListener("pin", ({ detail }) => {
@@ -188,20 +188,20 @@ export function pinning(onchange) {
         onchange();
       }));
     },
-    /** Pins what is to be pinned and is there. */
+    /** Pins the requested tokens that exist. */
     restore: () => shown.forEach((strip, i) => pinned[i] in strip.tokens && pinned[i] !== strip.pinned && strip.pin(pinned[i])),
     read: () => (pinned.some((index) => index >= 0) ? { pinned: Array.from(pinned, (index) => index ?? -1) } : {}),
     write: (state = {}) => (pinned = Array.isArray(state.pinned) ? state.pinned.slice(0, 2).map((index) => asNumber(index, -1)) : []),
   };
 }
 
-/** Calls `act(index)` with the token that is looked at, and with the pinned one as long as there is one. */
+/** Calls `act(index)` with the hovered or focused token, and with the pinned one while there is one. */
 export function onLook(strip, act) {
   strip.addEventListener("look", ({ detail }) => strip.pinned < 0 && act(detail.index));
   strip.addEventListener("pin", ({ detail }) => act(detail.index));
 }
 
-/** The entropy of a token's distribution in bits, of its likeliest tokens with all others as one: at most what it is. */
+/** The entropy of a token's distribution in bits, with all tokens but the top ones as one: a lower bound. */
 export function entropy(token) {
   if (!token.top?.length) return NaN;
   const shares = token.top.map(({ logprob }) => Math.exp(logprob));
@@ -210,7 +210,7 @@ export function entropy(token) {
   return shares.reduce((sum, share) => sum - (share > 0 ? share * Math.log2(share) : 0), 0);
 }
 
-/** What is known of a token, beside the strip. */
+/** The details of a token, beside the strip. */
 export function details(token, index, scores = []) {
   if (!token) return [h("p", { class: "empty" }, "Point at a token, or go there with the arrow keys. A click or Enter pins it.")];
   const facts = [["Position", String(index)]];

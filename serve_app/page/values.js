@@ -1,4 +1,4 @@
-// What tokens are coloured by where that is not their own: read from what is stored, or computed by the model once more.
+// Numbers to colour tokens by that are not their own: read from storage, or computed again by the model.
 
 import { fill } from "./dom.js";
 import { rows, rowsBody, scores, scoresBody, span, storedQuery, storedRows, vector, vectors } from "./recompute.js";
@@ -7,21 +7,21 @@ import { dot, norm } from "./tensors.js";
 
 export { readouts } from "./recompute.js";
 
-/** Puts the tensors that were sent to the server into a select. */
+/** Lists the uploaded tensors in a select. */
 export async function fillTensors(select) {
   const found = await vectors();
   fill(select, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
 }
 
 /**
- * A number for each of `count` tokens of a text, as `colouring.js` describes one: of the `chosen` readout, or of a
- * `point`, its norm or, with a `direction`, its projection on that. `note(request)` and `computes()` hear of what is
- * asked, and that the model runs the text once more.
+ * A number for each of `count` tokens of a text, as described in `colouring.js`: of the `chosen` readout, or of a
+ * `point`: its norm or, with a `direction`, its projection. `note(request)` is called with each request, and
+ * `computes()` when the model runs the text again.
  */
 export async function valuesOf(text, count, { chosen, point, direction }, { note, computes, signal }) {
   const { model, ids, run, more } = text;
   const wanted = text.positions ?? span(text.offset, text.offset + count);
-  /** Rows at `wanted`, as the run has stored them; else the model runs the text once more. */
+  /** Rows at `wanted`, as stored in the run; otherwise the model runs the text again. */
   const taken = async (column, body, compute) => {
     if (run?.points?.[column]) {
       note(storedQuery(run, [column]));

@@ -1,17 +1,17 @@
-// What a view has the server do: one thing at a time, with the button that stops it.
+// A view's requests to the server: one at a time, with the button that stops it.
 
 import { isAbort } from "./api.js";
 import { button, errorNote, goTo } from "./dom.js";
 
 /**
- * `run(act, again)` ends what ran and calls `act(signal)`; `join(act, again)` calls it beside what runs. Meanwhile the
- * button `stop` is shown, the button `starts` does nothing, and `status` has what `act` writes there. What fails is said
- * in `trouble`, with a button that calls `again`. Both give true at the end of `act`, false where it was stopped or
- * failed, and null where `end()` or another `run` has taken its place. Where a view can do several things at once,
- * `what` says which one `stop` ends. The focus of a button that goes away is handed to `home()`.
+ * `run(act, again)` cancels the current work and calls `act(signal)`; `join(act, again)` runs beside it. Meanwhile the
+ * button `stop` is shown, the button `starts` does nothing, and `status` has the text that `act` writes. Errors are shown
+ * in `trouble`, with a button that calls `again`. Both return true at the end of `act`, false if it was stopped or
+ * failed, and null if `end()` or another `run` has replaced it. If a view can do several things at once, `what` names
+ * the one that `stop` cancels. The focus of a button that disappears moves to `home()`.
  */
 export function work({ trouble, starts = null, status = null, what = "", home = () => starts }) {
-  let running = null; // `{ control, count }`, how many run together
+  let running = null; // `{ control, count }`: how many run together
   const stop = button(what ? `Stop ${what}` : "Stop", () => running?.control.abort(), { hidden: true });
 
   // `disabled` would take the focus from it.
@@ -43,7 +43,7 @@ export function work({ trouble, starts = null, status = null, what = "", home = 
       await act(mine.control.signal);
       return running === mine || null;
     } catch (error) {
-      if (mine.count === 1) mine.control.abort(); // of several requests of `act`, one may have failed alone
+      if (mine.count === 1) mine.control.abort(); // one of several requests of `act` may have failed alone
       if (running !== mine) return null;
       if (!isAbort(error)) trouble.replaceChildren(errorNote(error, again, home));
       return false;

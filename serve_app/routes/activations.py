@@ -19,12 +19,12 @@ from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.routes.parameters import Id, PathId, listed
 
 FINITE: dict[str, Any] = {"allow_inf_nan": False}
-MOST_TAGS = 32  # of a filter: SQLite's expressions may be 1,000 deep
-MOST_NAMES = 1000  # of runs, or of points, of one request
-Names = Annotated[str, Query(max_length=1 << 16)]  # apart by commas
+MOST_TAGS = 32  # in a filter: SQLite's expressions may be 1,000 deep
+MOST_NAMES = 1000  # runs or points in one request
+Names = Annotated[str, Query(max_length=1 << 16)]  # separated by commas
 
 
-# Coroutines, though they wait for nothing: FastAPI runs plain functions on a thread of their own.
+# Coroutines, although they await nothing: FastAPI runs plain functions on another thread.
 async def _session_id(session_id: PathId) -> str:
     return _checked(session_id, "session_id")
 
@@ -115,7 +115,7 @@ async def session(
     limit: Annotated[int, Query(ge=1, le=1000, description="Of its runs.")] = 100,
     after: Annotated[Id | None, Query(description="The id of the last run of the previous page.")] = None,
 ) -> dict[str, Any]:
-    """Show one session: its runs, the oldest first, with points and shapes, and the files that these runs lie in."""
+    """Show one session: its runs, the oldest first, with points and shapes, and the files of these runs."""
     return await backend.session(who, session_id, limit, after)
 
 
@@ -174,7 +174,7 @@ async def unshare_session(session_id: SessionId, backend: AppBackend, who: Calle
 
 
 def file_of(choice: Choice) -> tuple[str, dict[str, str]]:
-    """The media type of a download, and the header that names its file."""
+    """The media type of a download, and the header with its file name."""
     stem = choice.runs[0] if choice.runs and len(choice.runs) == 1 else choice.session_id
     stem = re.sub(r"[^\w.-]", "_", stem, flags=re.ASCII)
     is_arrow = choice.format == "arrow"
@@ -190,7 +190,7 @@ def _checked(session_id: str, field: str) -> str:
 
 
 def _apart(values: list[str] | None, field: str) -> tuple[str, ...] | None:
-    """The names of a field that is repeated or has commas; None if the field is left out."""
+    """The names in a field that is repeated or has commas; None if the field is missing."""
     if values is None:
         return None
     parts = tuple(part for value in values for part in value.split(","))

@@ -14,10 +14,10 @@ from deployments.errors import RequestError, nearest
 from serve_app.backend.backend import Backend
 from serve_app.http.guard import Sender
 
-MOST_NAME = 128  # characters of a name that a message repeats
+MOST_NAME = 128  # characters of a name that a message quotes
 
 
-# A coroutine, though it waits for nothing: FastAPI runs plain functions on a thread of their own.
+# A coroutine, although it awaits nothing: FastAPI runs plain functions on another thread.
 async def _backend(connection: HTTPConnection) -> Backend:
     backend: Backend = connection.app.state.backend
     return backend
@@ -47,7 +47,7 @@ async def known_query(request: Request) -> None:
 
 
 def _query_names(dependant: Dependant) -> Iterator[str]:
-    """The query parameters of a route, or of one of its dependencies, and of all that these depend on."""
+    """The query parameters of a route and of all its dependencies."""
     yield from (field.alias for field in dependant.query_params)
     for inner in dependant.dependencies:
         yield from _query_names(inner)

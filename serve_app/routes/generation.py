@@ -26,7 +26,7 @@ from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.routes.headers import ByHeaders, Named
 from serve_app.schemas.generation import ChatRequest, CompletionRequest, Generation
 
-PROFILE = "X-Intervention-Profile"  # of an answer: the profile that it used, which the request need not have named
+PROFILE = "X-Intervention-Profile"  # of an answer: the profile that was used, which may be a default
 
 
 openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=JsonRoute)
@@ -91,10 +91,10 @@ async def _job(
     body: Generation, request: Request, backend: Backend, who: Account, by_headers: Named, **own: Any
 ) -> Job:
     storing = body.store_activations
-    if storing is None and by_headers.tags is not None:  # what has tags is to be recorded
+    if storing is None and by_headers.tags is not None:  # a request with tags is recorded
         storing = True
     job = Job(
-        id=uuid.uuid4().hex,  # what it records is named after it: a client could choose another's X-Request-Id
+        id=uuid.uuid4().hex,  # names what it records: a client could choose another's X-Request-Id
         account=who,
         request_id=request.state.request_id,
         n=body.sequences,
@@ -118,7 +118,7 @@ async def _job(
     )
     job = await backend.profiles.applied(job, body.intervention_profile, body.model, body.capture, storing)
     if job.capture is None and storing is not False and any(one.store for one in job.readouts):
-        job = replace(job, capture=Capture.model_construct(points=[]))  # of no point: readouts are recorded alone
+        job = replace(job, capture=Capture.model_construct(points=[]))  # without points: only readouts are recorded
     job = by_headers.tagged(job)
     if job.capture and body.sequences > body.choices:
         message = (
@@ -139,9 +139,9 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
     usage = body.stream_options is not None and body.stream_options.include_usage
     gathered = model.stream(job)
     try:
-        first = await anext(gathered)  # a refusal still has its own HTTP status
+        first = await anext(gathered)  # a refusal can still set the HTTP status
         answer.refuse(first)
-    except BaseException:  # also when the call is cancelled: end the replica's work, then re-raise
+    except BaseException:  # also on cancellation: end the replica's work, then re-raise
         await gathered.aclose()
         raise
     events = _until_gone(answer.stream(gathered, first, usage, job.request_id), gathered)
@@ -149,7 +149,7 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
 
 
 async def _until_gone(events: AsyncIterator[str], gathered: AsyncGenerator[list[Message]]) -> AsyncIterator[str]:
-    """Pass events on; close the job's stream when the client disconnects, so that its memory is freed at once."""
+    """Pass events on; when the client disconnects, close the job's stream, which frees its memory at once."""
     async with contextlib.aclosing(gathered):
         async for event in events:
             yield event

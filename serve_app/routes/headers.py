@@ -14,24 +14,24 @@ from deployments.job import Job
 from deployments.points.capture import Capture, Tags
 
 SESSION, TAGS = "X-Vitrine-Session", "X-Vitrine-Tags"
-MOST_CHARACTERS = 1 << 15  # of the tags; the proxy takes no more than twice that of all headers
+MOST_CHARACTERS = 1 << 15  # of the tags; the proxy accepts at most twice that for all headers
 
 _TAGS: TypeAdapter[dict[str, str]] = TypeAdapter(Tags)
 
 
 class Named(NamedTuple):
-    """What the headers say.
+    """The headers' values.
 
     Attributes:
-        session_id: The session of the runs, where the body names none.
-        tags: Of the runs; those of the body win. None where there is no such header.
+        session_id: The session of the runs, unless the body names one.
+        tags: Tags of the runs, which those of the body override; None without the header.
     """
 
     session_id: str | None
     tags: dict[str, str] | None
 
     def tagged(self, job: Job) -> Job:
-        """A job whose captures have the tags."""
+        """Add the tags to a job's captures."""
         if not self.tags:
             return job
         captures = (job.capture, job.default_capture)

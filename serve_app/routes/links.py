@@ -47,7 +47,7 @@ async def linked_data(token: PathId, backend: AppBackend, made: AppLinks) -> Res
     link = made.take(token)
     data = await backend.data(link.account, link.choice, link.tag)
     kind, headers = file_of(link.choice)
-    # A client that closes the connection after the last byte is known to have it.
+    # A client that closes the connection after the last byte has received it.
     headers |= {"Content-Length": str(data.length), "Connection": "close"}
     pieces = whole(data.read, data.length, made.budgets[link.account.owner])
     return StreamingResponse(pieces, headers=headers, media_type=kind)

@@ -33,7 +33,7 @@ from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.schemas.base import Name, WireModel, free_json
 
-OFF = "This server does not run client code; the operator can set allow_client_code=true"
+CODE_DISABLED = "This server does not run client code; the operator can set allow_client_code=true"
 NOT_CODE = "this key may not run client code: use a key with the role code or admin"
 
 
@@ -49,7 +49,7 @@ class Envelope(WireModel):
 
 
 def _off() -> ApiError:
-    return ApiError(403, OFF, None, "client_code_off")
+    return ApiError(403, CODE_DISABLED, None, "client_code_off")
 
 
 def _not_code() -> ApiError:
@@ -63,7 +63,7 @@ async def _jobs(backend: AppBackend) -> CodeJobs:
 
 
 async def _is_nnsight(connection: HTTPConnection) -> None:
-    if NNSIGHT.decode() not in connection.headers:  # which no page of another origin may send unasked
+    if NNSIGHT.decode() not in connection.headers:  # pages of other origins cannot send it without a preflight
         raise RequestError("the form has no version: send the request with nnsight's client", NNSIGHT.decode())
 
 
@@ -103,7 +103,7 @@ async def response(job_id: JobId, connection: HTTPConnection, jobs: Jobs, who: C
 async def result(job_id: JobId, token: Annotated[str, Query(max_length=256)], jobs: Jobs) -> Response:
     """Download a finished job's saved values for `torch.load`, compressed if the job was; the token authorizes it."""
     length, pieces = await jobs.result(job_id, token)
-    # nnsight's clients ask for no ranges. A client that closes the connection after the result is known to have it.
+    # nnsight's clients use no ranges. A client that closes the connection after the result has received it.
     headers = {"Content-Length": str(length), "Connection": "close"}
     return StreamingResponse(pieces, media_type=BYTES, headers=headers)
 
@@ -123,7 +123,7 @@ async def env(jobs: Jobs) -> dict[str, Any]:
 
 @router.get("/whoami", responses=examples.WHOAMI)
 async def whoami(connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
-    """Show the key's role; the server has no accounts of persons."""
+    """Show the key's role; the server has no personal accounts."""
     return {"email": None, "tags": [connection.state.caller.role]}
 
 
@@ -156,7 +156,7 @@ async def subscribe(socket: WebSocket, backend: AppBackend, who: CallerAccount) 
 
 async def _until_gone(socket: WebSocket) -> None:
     while (await socket.receive())["type"] != "websocket.disconnect":
-        pass  # nnsight's clients say nothing
+        pass  # nnsight's clients send nothing
 
 
 async def _pass_on(socket: WebSocket, jobs: CodeJobs, who: Account, listener: str) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that routes share, and lists in pages."""
+"""Parameters shared by routes, and lists in pages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ PathId = Annotated[str, Path(max_length=256)]
 
 
 def listed(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A page of a list; one more entry than its limit was looked up."""
+    """A page of a list, from up to one entry more than its limit."""
     some, has_more = first_page(found, limit)
     return {"object": "list", "data": some, "has_more": has_more}

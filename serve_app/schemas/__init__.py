@@ -1,4 +1,4 @@
 """The JSON bodies of requests, as pydantic models.
 
-No Ray and no torch: other processes parse large bodies with them.
+They import neither Ray nor torch, because other processes parse large bodies with them.
 """

@@ -1,4 +1,4 @@
-"""The base class of every JSON body: bounds on texts, on lists of tokens and on free values."""
+"""The base class of all JSON bodies: limits on texts, lists of tokens and free values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from deployments.points.strict import Strict
 
 MOST_TOKENS = 1 << 20  # of a prompt: the longest context of any model
 MOST_TEXT = 16 * MOST_TOKENS  # characters
-MOST_JSON = 1 << 18  # characters of a free value, written as JSON
-JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # one for all: `json.dumps` with options makes one a call
+MOST_JSON = 1 << 18  # characters of a free value as JSON
+JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # shared: `json.dumps` makes one in each call
 
 Name = Annotated[str, Field(max_length=1024)]
 LongText = Annotated[str, Field(max_length=MOST_TEXT)]
@@ -33,18 +33,18 @@ def packed_ids(tokens: Sequence[int]) -> Sequence[int]:
 
 
 class free_json:
-    """The bound of a value that may hold anything: so many characters as JSON, all of them text, its numbers finite."""
+    """The limit of a value without a schema: its size as JSON in characters, valid text and finite numbers."""
 
     def __init__(self, most: int = MOST_JSON) -> None:
         self.most = most
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        """As an `AfterValidator`."""
+        """Acts as an `AfterValidator`."""
         inner: CoreSchema = AfterValidator(self._checked).__get_pydantic_core_schema__(source, handler)
         return inner
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """JSON schema cannot express the bound."""
+        """JSON schema cannot express the limit."""
         return handler(schema) | {"x-max-characters": self.most}
 
     def _checked(self, value: Any) -> Any:
@@ -62,7 +62,7 @@ class free_json:
 
 
 def unread(_: Any) -> None:
-    """Drop a value that no answer depends on, once it is checked."""
+    """Drop a value that has no effect, after validation."""
 
 
 FreeObject = Annotated[dict[Name, Any], Field(max_length=1024, fail_fast=True), free_json()]
@@ -71,7 +71,7 @@ UnreadObject = Annotated[FreeObject, AfterValidator(unread)]
 
 
 def _unpaired(value: Any) -> Iterator[str]:
-    """The path to each text in a value that UTF-8 cannot write."""
+    """The path to each string in a value that UTF-8 cannot encode."""
     if isinstance(value, str) and not _encodes(value):
         yield ""
     elif isinstance(value, dict):

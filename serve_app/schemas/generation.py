@@ -24,25 +24,25 @@ from serve_app.schemas.tools import NamedTool, ResponseFormat, TemplateKwargs, T
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[
-    list[Annotated[int, Field(ge=-(2**31), lt=2**31)]],  # the replica checks which of them its model has
+    list[Annotated[int, Field(ge=-(2**31), lt=2**31)]],  # the replica checks which of them exist in its model
     Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True),
     AfterValidator(packed_ids),
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasKey = Annotated[str, Field(max_length=10)]
-DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
+DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 
 
 class StreamOptions(WireModel):
-    """What a stream contains in addition to its choices."""
+    """The contents of a stream in addition to its choices."""
 
     include_usage: bool = False
-    include_obfuscation: bool | None = None  # changes nothing: events are not padded
+    include_obfuscation: bool | None = None  # no effect: events are not padded
 
 
 class Generation(WireModel):
-    """What chat and completions share."""
+    """The fields shared by chats and completions."""
 
     model: str = Field(min_length=1, max_length=256)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -112,21 +112,21 @@ class Generation(WireModel):
 
     @property
     def choices(self) -> int:
-        """How many choices each prompt gets."""
+        """The number of choices for each prompt."""
         return len(self.variants) if self.variants else self.n or 1
 
     @property
     def sequences(self) -> int:
-        """How many are run for each prompt; the likeliest become its choices."""
+        """The number of sequences for each prompt; the likeliest become its choices."""
         return self.choices
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
+        """The sampling settings."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),  # -1 is vLLM's word for none
+            top_k=max(self.top_k or 0, 0),  # -1 means none in vLLM
             seed=secrets.randbits(63) if self.variants and self.seed is None else self.seed,  # variants share one
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
@@ -138,7 +138,7 @@ class Generation(WireModel):
 
     @property
     def enforced_schema(self) -> dict[str, Any] | None:
-        """The JSON schema that the text obeys; None for any text."""
+        """The JSON schema that the text must follow; None for any text."""
         return self.response_format.enforced if self.response_format else None
 
     @property
@@ -181,7 +181,7 @@ class ChatRequest(Generation, IgnoredFields):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens to return with each token; None for no logprobs."""
+        """The number of top tokens to return with each token; None for no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -200,7 +200,7 @@ class ChatRequest(Generation, IgnoredFields):
 
     @property
     def must_call(self) -> tuple[str, ...]:
-        """The functions of which one must be called; empty where none need be."""
+        """The functions of which one must be called; empty if a call is optional."""
         if isinstance(self.tool_choice, NamedTool):
             return (self.tool_choice.function.name,)
         return tuple(tool.function.name for tool in self.tools or ()) if self.tool_choice == "required" else ()
@@ -216,7 +216,7 @@ class CompletionRequest(Generation):
 
     prompt: (
         LongText
-        | TokenIds  # an array, once it is read
+        | TokenIds  # an array after parsing
         | Annotated[list[LongText], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
     )
@@ -254,7 +254,7 @@ class CompletionRequest(Generation):
 
     @property
     def sequences(self) -> int:
-        """How many are run for each prompt; the likeliest become its choices."""
+        """The number of sequences for each prompt; the likeliest become its choices."""
         return self.best_of or self.choices
 
     @model_validator(mode="after")
@@ -266,5 +266,5 @@ class CompletionRequest(Generation):
 
     @property
     def prompts(self) -> list[str | Sequence[int]]:
-        """The prompts, one or many, each text or token ids."""
+        """The prompts, each text or token ids."""
         return [*self.prompt] if isinstance(self.prompt, list) else [self.prompt]

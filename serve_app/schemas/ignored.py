@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from serve_app.schemas.base import Name, UnreadObject
 
-# What would change the answer, if it meant anything here.
+# Fields that would change the answer if they had a meaning here.
 REFUSED_WITH_REASON = {
     "audio": "answers are text; there is no audio",
     "web_search_options": "this server does not search the web",

@@ -17,7 +17,7 @@ MOST_PARTS = 1024  # of a message
 MOST_CALLS = 256  # of a message
 
 
-MOST_FILES = 16384  # that an answer named: one for each captured point
+MOST_FILES = 16384  # that an answer can name: one for each captured point
 
 
 Annotations = Annotated[list[Any], Field(max_length=MOST_PARTS, fail_fast=True), free_json(), AfterValidator(unread)]
@@ -34,27 +34,27 @@ class TextPart(WireModel):
 
 
 class FunctionCall(WireModel):
-    """What a tool call calls; `arguments` is JSON text."""
+    """The function and arguments of a tool call; `arguments` is JSON text."""
 
     name: Name
     arguments: LongText
-    parsed_arguments: Unread = Field(default=None, exclude=True)  # `.parse()` of the openai package adds it
+    parsed_arguments: Unread = Field(default=None, exclude=True)  # added by `.parse()` of the openai package
 
 
 class ToolCall(WireModel):
-    """A call that the model made earlier in the chat."""
+    """An earlier tool call of the model."""
 
     id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = Field(default=None, exclude=True)  # a stream had it
+    index: int | None = Field(default=None, exclude=True)  # present in streams
 
 
 class ChatMessage(WireModel):
     """One message of a chat.
 
-    The model does not see the fields after `reasoning_content`: clients send back the assistant's messages as
-    they got them.
+    The model does not see the fields after `reasoning_content`: clients return the assistant's messages as they
+    received them.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -63,8 +63,8 @@ class ChatMessage(WireModel):
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MOST_CALLS, fail_fast=True)
     tool_call_id: Name | None = None
     reasoning_content: LongText | None = None
-    type: Literal["text"] | None = None  # lm_eval up to 0.4.9 sends it with every message
-    parsed: Unread = None  # `.parse()` of the openai package adds it
+    type: Literal["text"] | None = None  # sent by lm_eval up to 0.4.9 with every message
+    parsed: Unread = None  # added by `.parse()` of the openai package
     refusal: LongText | None = None
     annotations: Annotations | None = None
     audio: None = None
@@ -75,10 +75,10 @@ class ChatMessage(WireModel):
 
     @property
     def spoken(self) -> dict[str, Any]:
-        """What the chat template sees."""
+        """The message for the chat template."""
         names = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
         further = self.model_dump(include=names, exclude_none=True)
-        # Many templates know no other role for instructions, and drop contents that are no string.
+        # Many templates know no other role for instructions, and ignore contents that are not strings.
         role = "system" if self.role == "developer" else self.role
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
         return {"role": role, "content": text} | further

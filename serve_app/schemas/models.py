@@ -25,7 +25,7 @@ DeviceMap = (
 class LoadRequest(WireModel):
     """`POST /models/load`.
 
-    `model_id` names a repository or a model of the operator's, never a path.
+    `model_id` names a repository or a model of the operator, never a path.
     """
 
     model_id: str = Field(min_length=1, max_length=128)
@@ -56,7 +56,7 @@ class LoadRequest(WireModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options that it names; the others are at their defaults, or as the model is loaded already."""
+        """The options that it sets; the others keep their defaults, or the values of the loaded model."""
         return self.model_dump(mode="json", exclude={"model_id"}, exclude_unset=True)
 
 

@@ -37,7 +37,7 @@ class TokenizeRequest(WireModel):
 
     @property
     def text(self) -> Text:
-        """The text to tokenize; the text of a chat template has its special tokens already."""
+        """The text to tokenize; the text of a chat template already has its special tokens."""
         special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
         return Text(
             prompt=self.prompt,

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from serve_app.schemas.base import JSON, FreeObject, LongText, Name, WireModel, free_json
 
 MOST_TEMPLATE_KWARGS = 16 << 10  # characters
-MOST_PARAMETERS = 1 << 20  # characters of all tools' parameters, written as JSON
+MOST_PARAMETERS = 1 << 20  # characters of all tools' parameters as JSON
 TemplateKwargs = Annotated[dict[Name, Any], Field(max_length=32), free_json(MOST_TEMPLATE_KWARGS)]
 
 
@@ -52,7 +52,7 @@ class NamedTool(WireModel):
 
 
 class JsonSchema(WireModel):
-    """A JSON schema that the answer obeys, whether `strict` is set or not."""
+    """A JSON schema that the answer follows, whether `strict` is set or not."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: LongText | None = None
@@ -61,7 +61,7 @@ class JsonSchema(WireModel):
 
 
 class ResponseFormat(WireModel):
-    """The form of an answer: any text, any JSON object, or JSON by a schema."""
+    """The format of an answer: any text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -74,7 +74,7 @@ class ResponseFormat(WireModel):
 
     @property
     def enforced(self) -> dict[str, Any] | None:
-        """The JSON schema that the text obeys; None for any text."""
+        """The JSON schema that the text must follow; None for any text."""
         if self.json_schema:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None

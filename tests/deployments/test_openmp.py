@@ -21,7 +21,8 @@ def test_torch_is_told_how_long_to_wait(operators: dict[str, str], count: str) -
     unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     env = unset | operators | {"OMP_DISPLAY_ENV": "verbose"}
     torch = find_spec("torch")
-    assert torch and torch.origin
+    assert torch
+    assert torch.origin
     openmp = Path(torch.origin).parent / "lib" / "libgomp.so.1"
     if not openmp.exists():
         pytest.skip("torch brings no OpenMP of GNU's")

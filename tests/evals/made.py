@@ -10,7 +10,7 @@ from evals.config import Config
 from evals.gsm8k.summary import conclude
 from evals.results.results import Results
 from evals.server.readout_client import Readings
-from evals.task.rewards import Rewarding, load_rewards
+from evals.task.rewards import Rewarder, load_rewards
 from evals.task.steering import asked
 from evals.task.trajectory import Problem, Sample, Turn, scored
 
@@ -64,7 +64,7 @@ def make_results(
         "dataset": {"path": "demo.jsonl", "sha256": "0" * 64, "split": "test", "problems": problems, "ids": "1" * 64},
         "host": "here",
     }
-    reward = Rewarding(load_rewards(config.rewards), print)
+    reward = Rewarder(load_rewards(config.rewards), print)
     with Results.create(directory, facts) as results:
         clock, conditions = 1.8e9, asked(config)
         for mode in modes:

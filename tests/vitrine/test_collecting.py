@@ -13,7 +13,7 @@ CHATS = [[{"role": "user", "content": text}] for text in TEXTS[:3]]
 
 @pytest.fixture
 def small_requests(monkeypatch):
-    monkeypatch.setattr(prompt_batches, "MOST", 4)
+    monkeypatch.setattr(prompt_batches, "PROMPTS_PER_REQUEST", 4)
 
 
 @pytest.mark.usefixtures("small_requests")
@@ -77,7 +77,7 @@ def test_a_mistake_names_its_argument(server, wrong, message):
 
 
 def test_requests_hold_texts_of_about_one_length(monkeypatch):
-    monkeypatch.setattr(prompt_batches, "MOST", 2)
+    monkeypatch.setattr(prompt_batches, "PROMPTS_PER_REQUEST", 2)
     monkeypatch.setattr(prompt_batches, "MOST_CHARACTERS", 20)
     chat = [{"role": "user", "content": "so?"}]
     prompts = ["x" * 30, "x", chat, "x" * 9, "xx", "x" * 10, ""]

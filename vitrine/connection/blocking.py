@@ -1,4 +1,4 @@
-"""Blocking versions of asynchronous methods, for scripts, and for notebooks, which run an event loop already."""
+"""Blocking versions of asynchronous methods, for scripts and for notebooks, which already run an event loop."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Blocking(Protocol):
 
     @property
     def asynchronous(self) -> Any:
-        """The object with the asynchronous ones."""
+        """The object with the asynchronous methods."""
 
 
 def blocking(
     method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]],
 ) -> Callable[Concatenate[Blocking, _P], _R]:
-    """The method that waits for a method of `asynchronous`, with its signature and docstring."""
+    """A blocking version of a method of `asynchronous`, with its signature and docstring."""
 
     @functools.wraps(method)
     def call(self: Blocking, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -34,10 +34,10 @@ def blocking(
 
 
 def wait(coroutine: Coroutine[Any, Any, _R]) -> _R:
-    """What a coroutine returns, run by the event loop of a background thread.
+    """Run a coroutine on the event loop of a background thread, and return its result.
 
     Raises:
-        RuntimeError: The loop itself calls: it would wait for itself.
+        RuntimeError: The call comes from that event loop, which would wait for itself.
     """
     with _making:
         loop = _loop()
@@ -49,7 +49,7 @@ def wait(coroutine: Coroutine[Any, Any, _R]) -> _R:
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
         return future.result()
-    except BaseException:  # Ctrl-C, for one
+    except BaseException:  # for example Ctrl-C
         future.cancel()
         raise
 

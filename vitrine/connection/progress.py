@@ -1,4 +1,4 @@
-"""Many requests of one call: their results in order, and a progress bar while they run."""
+"""Concurrent requests of one call: results in order, and a progress bar."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _T = TypeVar("_T")
 async def gathered(
     calls: Sequence[tuple[int, Awaitable[_T]]], unit: str = "prompt", progress: bool | None = None
 ) -> list[_T]:
-    """What requests return, in their order; the first that fails ends the others.
+    """Await requests and return their results in order; the first failure cancels the others.
 
     Args:
-        calls: The requests, each with how many of the units it asks for.
-        unit: What the bar counts.
-        progress: Whether to draw a bar; by default in terminals and notebooks, for several requests.
+        calls: The requests, each with its number of units.
+        unit: The unit that the bar counts.
+        progress: Whether to show a bar; by default in terminals and notebooks, for several requests.
     """
     with _bar(sum(count for count, _ in calls), unit, progress, len(calls) > 1) as bar:
 

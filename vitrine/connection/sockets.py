@@ -1,7 +1,7 @@
 """Imports early what httpx imports at its first request, because that import fails after nnsight's.
 
-nnsight gives every object a method `save` (`nnsight.CONFIG.APP.PYMOUNT`). anyio then sees it as an attribute without a
-type in the classes that it defines. So the method is removed while these are defined.
+nnsight adds a method `save` to every object (`nnsight.CONFIG.APP.PYMOUNT`). anyio then finds it as an untyped attribute
+in the classes that it defines. This module therefore removes the method while these classes are defined.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests to one server: a bounded number at a time, retried when that may help; downloads in pages."""
+"""Requests to one server: limited concurrency, retries where they can help, and downloads in pages."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ import vitrine.connection.sockets  # noqa: F401 - before the first request
 from vitrine.server_error import ServerError
 
 AT_ONCE = 32  # requests of one client
-SEQUENCES_AT_ONCE = 256  # of these requests: four batches of a replica, so that others find places there, too
-ATTEMPTS = 6  # where connections break
+SEQUENCES_AT_ONCE = 256  # of these requests: four batches of a replica, so that other clients are served, too
+ATTEMPTS = 6  # if connections break
 LONGEST_PAUSE_S = 30.0
 BUSY = (429, 503)
-LOST = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
-PAGE_BYTES = 4 << 20  # the most that the server answers at once
+DISCONNECTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
+PAGE_BYTES = 4 << 20  # the most bytes in one answer of the server
 
 _T = TypeVar("_T")
 
 
 class Transport:
-    """One server's HTTP.
+    """HTTP requests to one server.
 
     Attributes:
         url: The server's address, without `/v1`.
-        api_key: The key that is sent, if any.
-        timeout: Seconds to wait for each answer, and to go on asking a server that is busy.
+        api_key: The API key, if any.
+        timeout: Seconds to wait for each answer, and to retry while the server is busy.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
@@ -54,24 +54,24 @@ class Transport:
         await self._http.aclose()
 
     async def get(self, path: str, query: Mapping[str, Any] | None = None, attempts: int = ATTEMPTS) -> dict[str, Any]:
-        """The JSON that a route answers.
+        """Return the JSON answer of a route.
 
         Raises:
-            ServerError: The server refuses.
+            ServerError: The server rejects the request.
             ConnectionError: It does not answer.
         """
         answer: dict[str, Any] = (await self._answer("GET", path, attempts, params=query)).json()
         return answer
 
     async def post(self, path: str, body: Mapping[str, Any], sequences: int = 0) -> dict[str, Any]:
-        """The JSON that a route answers to a body, which may hold numpy's numbers and arrays. Raises as `get`.
+        """Post a JSON body, which may contain numpy numbers and arrays, and return the JSON answer. Raises as `get`.
 
-        Where a connection breaks before the answer, the request is sent again: what it records may be stored twice.
+        If the connection breaks before the answer, the request is sent again, so its activations may be stored twice.
 
         Args:
-            path: The route's.
-            body: The request's.
-            sequences: How many sequences the server runs for it: it waits while too many of this client's run.
+            path: The route's path.
+            body: The request's body.
+            sequences: How many sequences the server runs for it; it waits while this client runs too many.
         """
         content = json.dumps(body, default=_plain, allow_nan=False)
         headers = {"Content-Type": "application/json"}
@@ -80,9 +80,9 @@ class Transport:
         return answer
 
     async def download(self, path: str, query: Mapping[str, Any]) -> bytes:
-        """A download as a whole, fetched page by page. Raises as `get`."""
+        """Fetch a complete download page by page. Raises as `get`."""
         body = bytearray()
-        headers = {"Accept-Encoding": "identity"}  # compressed, a range would be of what is compressed
+        headers = {"Accept-Encoding": "identity"}  # ranges of a compressed answer would refer to compressed bytes
         while True:
             headers["Range"] = f"bytes={len(body)}-{len(body) + PAGE_BYTES - 1}"
             try:
@@ -90,7 +90,7 @@ class Transport:
             except ServerError as error:
                 if error.code != "download_changed":
                     raise
-                del headers["If-Match"]  # its files were moved: begin again
+                del headers["If-Match"]  # its files have changed: start again
                 body.clear()
                 continue
             body += page.content
@@ -99,7 +99,7 @@ class Transport:
             headers["If-Match"] = page.headers["ETag"]
 
     async def _answer(self, method: str, path: str, attempts: int = ATTEMPTS, **request: Any) -> httpx.Response:
-        """An answer of status 200 or 206. Retries while the server is busy and after a broken connection."""
+        """Return an answer of status 200 or 206. Retries while the server is busy and after a broken connection."""
         end, lost = time.monotonic() + self.timeout, 0
         for pause in _pauses():
             try:
@@ -109,7 +109,7 @@ class Transport:
                 pause = max(pause, _retry_after(answer))
                 if answer.status_code not in BUSY or attempts == 1 or time.monotonic() + pause > end:
                     raise ServerError.of(answer)
-            except LOST as error:
+            except DISCONNECTS as error:
                 lost += 1
                 if lost == attempts:
                     reason = str(error) or type(error).__name__
@@ -123,7 +123,7 @@ class Transport:
 
 
 async def together(calls: Iterable[Awaitable[_T]]) -> list[_T]:
-    """What calls return, in their order; the first that fails ends the others."""
+    """Await calls and return their results in order; the first failure cancels the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -133,7 +133,7 @@ async def together(calls: Iterable[Awaitable[_T]]) -> list[_T]:
 
 
 class _Room:
-    """Bounds how many sequences run at once, by the requests that ask for them."""
+    """Limits the number of sequences that run at once."""
 
     def __init__(self, most: int) -> None:
         self._most = self._left = most
@@ -141,7 +141,7 @@ class _Room:
 
     @contextlib.asynccontextmanager
     async def of(self, sequences: int) -> AsyncIterator[None]:
-        """Have room for some; a request for more than there is waits until it is alone."""
+        """Hold room for some sequences; a request above the limit waits until it is alone."""
         taken = min(sequences, self._most)
         async with self._changed:
             await self._changed.wait_for(lambda: self._left >= taken)
@@ -155,7 +155,7 @@ class _Room:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between attempts: random, and twice as long each time."""
+    """Seconds between attempts: random, and doubled each time."""
     longest = min(0.5, LONGEST_PAUSE_S)
     while True:
         yield random.uniform(0.5, 1) * longest
@@ -163,15 +163,15 @@ def _pauses() -> Iterator[float]:
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Seconds to wait, as the server asks; 0 where it does not."""
+    """Seconds to wait as the server requests; 0 if it does not."""
     try:
         return min(float(answer.headers["Retry-After"]), LONGEST_PAUSE_S)
-    except (KeyError, ValueError):  # none, or a date
+    except (KeyError, ValueError):  # missing, or a date
         return 0.0
 
 
 def _plain(value: Any) -> Any:
-    """JSON's form of what a request may hold besides: numpy's numbers and arrays, ranges, tuples of them."""
+    """Convert numpy numbers and arrays, ranges, and tuples of them to JSON types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, range):

@@ -1,1 +1,4 @@
-"""Experiments of one call each, as parts of `Server`, and what they return."""
+"""Experiments of one call each, as parts of `Server`, and their results.
+
+Sending requests is in `connection/`; reading stored runs is in `runs/`.
+"""

@@ -17,13 +17,13 @@ class Activations:
     """The activations of a list of prompts, in the list's order.
 
     Attributes:
-        values: `[prompts, points, hidden]` where one token of each prompt was collected; else a list with, for each
-            prompt, `[tokens, points, hidden]`. float32. At heads, `hidden` is `heads, head_dim`.
-        points: The points' names, in the order in which the model reaches them.
-        run_ids: By prompt, the stored run.
-        session: The session that holds the runs.
-        texts: The prompts, as they were given.
-        labels: By prompt, its label; None where none were given.
+        values: float32 `[prompts, points, hidden]` if one token of each prompt was collected; otherwise a list with
+            `[tokens, points, hidden]` for each prompt. At heads, `hidden` is `heads, head_dim`.
+        points: The points' names, in the order of execution.
+        run_ids: The stored run of each prompt.
+        session: The session of the runs.
+        texts: The prompts as given.
+        labels: The label of each prompt; None without labels.
 
     Examples:
         >>> acts = server.collect(["Ann has", "Tom has"], "layers.*.output", labels=[0, 1])
@@ -40,7 +40,7 @@ class Activations:
 
     @property
     def layers(self) -> list[int | None]:
-        """By point, the number of its layer; None where it is in none.
+        """The layer number of each point; None for a point outside the layers.
 
         Examples:
             >>> server.collect(["Ann has"], ["embed.output", "layers.2.output"]).layers

@@ -18,11 +18,11 @@ from vitrine.runs.reading import LoadMethods
 
 @dataclass(frozen=True, repr=False)
 class Attention:
-    """What each token of a prompt attends to, in one layer.
+    """The attention pattern of a prompt in one layer.
 
     Attributes:
         layer: The layer.
-        values: `[heads, tokens, tokens]`: how much of head h's attention at token i goes to token j; 0 after i.
+        values: `[heads, tokens, tokens]`: the attention of head h from token i to token j; 0 for j > i.
         tokens: The prompt's tokens.
 
     Examples:
@@ -36,7 +36,7 @@ class Attention:
     tokens: list[str]
 
     def plot(self, head: int | None = None, path: str | Path | None = None) -> Any:
-        """A heat map of one head, or of all heads' mean; raises ImportError without matplotlib.
+        """A heat map of one head, or of the mean over heads; raises ImportError without matplotlib.
 
         Examples:
             >>> figure = server.attention("Ann has 3 boxes", layer=2).plot(head=1, path="attention.png")
@@ -52,17 +52,17 @@ class Attention:
 
 
 class AttentionMethods(PatchGridMethods, LoadMethods):
-    """A server that shows its attention."""
+    """The part of `Server` that returns attention patterns."""
 
     async def attention(self, prompt: Prompt, layer: int) -> Attention:
-        """What each token of a prompt attends to, in one layer; the pattern is stored, too.
+        """The attention pattern of a prompt in one layer; it is also stored.
 
         Args:
             prompt: A text or a chat.
-            layer: Its number; -1 is the last.
+            layer: The layer's number; -1 is the last.
 
         Raises:
-            ServerError: The server refuses; for one, the model's attention gives no patterns.
+            ServerError: The server rejects the request, for example because the model's attention has no patterns.
 
         Examples:
             >>> attention = server.attention("Ann has 3 boxes", layer=-1)

@@ -18,13 +18,13 @@ from vitrine.experiments.generating import GenerateMethods
 from vitrine.experiments.prompt_batches import Prompt, asked, check, is_chat, named_by, requests
 from vitrine.runs.rows import Run, of_streams
 
-SEQUENCES = ("all", "prompt", "generated")  # of these, rows are lists also where each prompt has one
+SEQUENCES = ("all", "prompt", "generated")  # for these, rows are lists even if each prompt has one row
 
 Tokens = str | Mapping[str, Any]
 
 
 class CollectMethods(GenerateMethods):
-    """A server that records activations."""
+    """The part of `Server` that records activations."""
 
     async def collect(
         self,
@@ -39,26 +39,26 @@ class CollectMethods(GenerateMethods):
         progress: bool | None = None,
         store_text: bool = True,
     ) -> Activations:
-        """The activations of a list of prompts, in the list's order; they are stored, too.
+        """Record the activations of a list of prompts, in the list's order; they are also stored.
 
-        Texts are sent many in a request and by their lengths, so that those of about one length share forwards.
+        Texts are sorted by length and sent in batches, so that texts of similar length share forward passes.
 
         Args:
             prompts: Texts, or chats (lists of messages).
             points: Names of points, the server's or TransformerLens'; `*` is every layer, -1 the last.
-            tokens: Which tokens, as in docs/points.md: by default the prompt's last token.
-            labels: One for each prompt; each run is stored with its label as the tag `label`.
-            tags: Texts by name to store with each run; a list has those of each prompt.
-            session: The session that the runs join; a new one by default.
+            tokens: The tokens to record, as in docs/points.md; by default the prompt's last token.
+            labels: One label for each prompt; each run is stored with its label as the tag `label`.
+            tags: Tags to store with each run; a list has the tags of each prompt.
+            session: The session of the runs; a new one by default.
             max_tokens: How many tokens to generate after each prompt, greedily.
-            progress: Whether to draw a progress bar; by default in terminals and notebooks, for several requests.
+            progress: Whether to show a progress bar; by default in terminals and notebooks, for several requests.
             store_text: Whether to store prompt and answer with each run.
 
         Returns:
-            What came of it; of one token of each prompt as one array, else as a list of arrays.
+            The activations: one array if one token of each prompt was recorded, otherwise a list of arrays.
 
         Raises:
-            ServerError: The server refuses, or cannot store a run.
+            ServerError: The server rejects the request, or cannot store a run.
             ConnectionError: It does not answer.
             ValueError: Prompts, labels or tags are not lists of one length, or the points have different shapes.
 
@@ -100,7 +100,7 @@ class CollectMethods(GenerateMethods):
         return Activations(values, ordered[0].points, [rows.run_id for rows in ordered], session, prompts, known)
 
     async def _recorded(self, prompt: Any, fields: Mapping[str, Any]) -> dict[int, _Rows]:
-        """By index what a request records."""
+        """Prompt index -> the recorded rows of one request."""
         meta = (await self.complete(prompt, **fields))["activations_meta"]
         indices = {run["run_id"]: run["index"] for run in meta["runs"]}
         path = f"/v1/activations/session/{meta['session_id']}/data"
@@ -125,17 +125,17 @@ def _rows(run: Run) -> _Rows:
             raise ValueError(
                 "points: attention patterns grow with the tokens and do not fit an array: use server.attention",
             )
-        by_shape = {shape: point for point, shape in shapes.items()}  # one point of each
+        by_shape = {shape: point for point, shape in shapes.items()}  # one point of each shape
         different = ", ".join(f"{shape} at {point}" for shape, point in by_shape.items())
         raise ValueError(f"points: rows have different shapes, {different}: collect them separately, or use load")
     return _Rows(run.run_id, list(columns), np.stack(list(columns.values()), axis=1))
 
 
 def _tags(count: int, labels: npt.NDArray[Any] | None, tags: Any) -> list[dict[str, str]]:
-    """By prompt its tags, of which one is its label.
+    """The tags of each prompt, including its label.
 
     Raises:
-        ValueError: A list is not as long as that of the prompts.
+        ValueError: A list does not have the length of the prompts.
     """
     if labels is not None and labels.shape != (count,):
         raise ValueError(f"labels: there are {len(labels)} for {count} prompts")

@@ -17,14 +17,14 @@ from vitrine.points import layer_of, listed
 
 @dataclass(frozen=True, eq=False)
 class Steer:
-    """A vector that is added to a point's activations while a text is generated: `direction.at(2) * 1.5`.
+    """A vector that is added to a point's activations during generation: `direction.at(2) * 1.5`.
 
     Attributes:
-        point: Where.
+        point: The point's name.
         vector: `[hidden]`; at heads, `[heads, head_dim]`.
-        scale: By how much the vector is multiplied.
-        tokens: To which tokens it is added, as in `docs/points.md`.
-        unit: `absolute`, or `residual_norm`: the vector's direction times the norm of each row that is changed.
+        scale: The factor of the vector.
+        tokens: The tokens that it is added to, as in `docs/points.md`.
+        unit: `absolute`, or `residual_norm`: the vector is normalized and multiplied by the norm of each changed row.
 
     Examples:
         >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.*.output", labels=[1, 0])
@@ -53,7 +53,7 @@ class Steer:
 
     @property
     def operation(self) -> dict[str, Any]:
-        """The intervention, as requests have it.
+        """The intervention in the format of requests.
 
         Examples:
             >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.3.output", labels=[1, 0])
@@ -61,14 +61,14 @@ class Steer:
             >>> steer.operation["op"], steer.operation["point"], steer.operation["scale"]
             ('add', 'layers.3.output', 2.0)
         """
-        vector = self.vector.ravel().tolist()  # of heads one after the other
+        vector = self.vector.ravel().tolist()  # heads concatenated
         how = {"scale": self.scale, "unit": self.unit, "tokens": self.tokens}
         return {"op": "add", "point": self.point, "vector": vector, **how}
 
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """A vector for each of several points, usually one a layer.
+    """A vector for each of several points, usually one for each layer.
 
     Attributes:
         values: `[points, hidden]`, float32.
@@ -89,7 +89,7 @@ class Direction:
 
     @property
     def layers(self) -> list[int | None]:
-        """By point, the number of its layer; None where it is in none.
+        """The layer number of each point; None for a point outside the layers.
 
         Examples:
             >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
@@ -99,15 +99,15 @@ class Direction:
         return [layer_of(point) for point in self.points]
 
     def at(self, layer: int, unit: str = "absolute", tokens: str | Mapping[str, Any] = "all") -> Steer:
-        """Steering along the vector of one layer.
+        """Steering with the vector of one layer.
 
         Args:
-            layer: Its number; -1 is the last layer that the direction has.
-            unit: As in `Steer`.
-            tokens: As in `Steer`.
+            layer: The layer's number; -1 is the direction's last layer.
+            unit: See `Steer`.
+            tokens: See `Steer`.
 
         Raises:
-            IndexError: The direction has no such layer, or several points in it.
+            IndexError: The direction has no such layer, or several points in this layer.
 
         Examples:
             >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
@@ -138,11 +138,11 @@ class Direction:
 
     @classmethod
     def load(cls, path: str | Path) -> Direction:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: Something else wrote the file.
+            ValueError: The file is not from `save`.
 
         Examples:
             >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.3.output", labels=[1, 0])
@@ -160,14 +160,14 @@ class Direction:
 
 
 def difference_of_means(acts: Activations, positive: Any = 1) -> Direction:
-    """The mean of the activations with one label less the mean of all others, at each point.
+    """The mean of the activations with one label minus the mean of all others, at each point.
 
     Args:
-        acts: Of one token each, with labels.
-        positive: The label.
+        acts: Activations of one token for each prompt, with labels.
+        positive: The label of the first mean.
 
     Raises:
-        ValueError: There are no labels or several tokens a prompt, or one side has no activations.
+        ValueError: There are no labels or several tokens per prompt, or one side has no activations.
 
     Examples:
         >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.*.output", labels=["sum", "story"])
@@ -190,7 +190,7 @@ def difference_of_means(acts: Activations, positive: Any = 1) -> Direction:
 def operations(
     steer: Steer | Sequence[Steer] | None, interventions: Iterable[Mapping[str, Any]] | None
 ) -> list[Mapping[str, Any]] | None:
-    """A request's `interventions`: those given, and after them the steering; None where there are none."""
+    """A request's `interventions`: the given ones, then the steering; None if there are none."""
     steers = [steer] if isinstance(steer, Steer) else [] if steer is None else list(steer)
     if any(not isinstance(one, Steer) for one in steers):
         raise TypeError(

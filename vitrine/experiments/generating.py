@@ -1,4 +1,4 @@
-"""Texts from the model."""
+"""Text generation."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from vitrine.connection.transport import Transport
 from vitrine.experiments.directions import Steer, operations
 from vitrine.experiments.prompt_batches import Chat, Prompt, asked, check, is_chat, named_by, requests, route
 
-MOST_VARIANTS = 64  # of a request
+MOST_VARIANTS = 64  # in one request
 
 
 class GenerateMethods(Transport):
     """The part of `Server` that generates texts.
 
     Attributes:
-        model: The id of the model that answers.
+        model: The id of the model.
     """
 
     model: str
 
     async def complete(self, /, prompt: Prompt | Sequence[str], **fields: Any) -> dict[str, Any]:
-        """One request, and its answer as JSON.
+        """Send one request and return its answer as JSON.
 
         Args:
             prompt: A text, a list of texts, or a chat: a list of messages.
-            fields: The request's other fields, OpenAI's and those of docs/http.md; None leaves one out.
+            fields: Further fields of the request, OpenAI's and those of docs/http.md; None omits a field.
 
         Raises:
-            ServerError: The server refuses.
+            ServerError: The server rejects the request.
             ConnectionError: It does not answer.
-            ValueError: There is `stream`.
+            ValueError: `stream` is given.
 
         Examples:
             >>> answer = server.complete("Ann has 3 boxes", max_tokens=4, temperature=0)
@@ -53,7 +53,7 @@ class GenerateMethods(Transport):
         progress: bool | None,
         **fields: Any,
     ) -> list[dict[str, Any]]:
-        """The choice of each list of interventions over one prompt, in their order, many lists a request."""
+        """The choice for each list of interventions over one prompt, in order, with many lists per request."""
         groups = [variants[first : first + MOST_VARIANTS] for first in range(0, len(variants), MOST_VARIANTS)]
         calls = [(len(group), self.complete(prompt, **fields, variants=group)) for group in groups]
         answers = await gathered(calls, unit, progress)
@@ -97,22 +97,22 @@ class GenerateMethods(Transport):
         progress: bool | None = None,
         **fields: Any,
     ) -> str | list[str]:
-        """What the model writes after a prompt; of a list of prompts, a list in its order.
+        """Generate the text after a prompt; for a list of prompts, a list in its order.
 
         Args:
             prompt: A text or a chat (a list of messages), or a list of them.
             max_tokens: The most tokens of each text.
             temperature: 0 takes the likeliest token each time.
-            steer: Vectors to add on the way, such as `direction.at(2) * 1.5`, or several in a list.
+            steer: A vector to add, such as `direction.at(2) * 1.5`, or a list of them.
             interventions: Other interventions, as in docs/interventions.md.
-            progress: Whether to draw a progress bar; by default in terminals and notebooks, for several requests.
-            fields: Other fields of the requests, OpenAI's and those of docs/http.md. For `n` and `stream`, use
+            progress: Whether to show a progress bar; by default in terminals and notebooks, for several requests.
+            fields: Further fields of the requests, OpenAI's and those of docs/http.md. For `n` and `stream`, use
                 `complete` or OpenAI's client.
 
         Raises:
-            ServerError: The server refuses.
+            ServerError: The server rejects the request.
             ConnectionError: It does not answer.
-            ValueError: A prompt is none, or there is `n` or `stream`.
+            ValueError: A prompt is invalid, or `n` or `stream` is given.
 
         Examples:
             >>> question = [{"role": "user", "content": "Tom has 3 boxes of 12 pens. How many pens is that?"}]
@@ -149,12 +149,12 @@ class GenerateMethods(Transport):
 
 
 def _sequences(prompt: Prompt | Sequence[str], fields: Mapping[str, Any]) -> int:
-    """How many sequences the server runs for a request."""
+    """The number of sequences that the server runs for a request."""
     prompts = 1 if isinstance(prompt, str) or is_chat(prompt) else len(prompt)
     of_each = [fields.get("n"), fields.get("best_of"), len(fields.get("variants") or ())]
     return prompts * max(1, *(count for count in of_each if isinstance(count, int)))
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a completion's choice or of a chat's."""
+    """The text of a choice of a completion or chat."""
     return choice["text"] if "text" in choice else choice["message"]["content"] or ""

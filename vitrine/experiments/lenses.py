@@ -1,4 +1,4 @@
-"""The logit lens: the tokens that each layer's output would predict."""
+"""The logit lens: the tokens that each layer's output predicts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from vitrine.experiments.prompt_batches import Prompt, check_one
 
 @dataclass(frozen=True, repr=False)
 class Lens:
-    """What the model's final norm and head make of its layers' outputs at tokens of a prompt.
+    """The model's final norm and head applied to layer outputs at tokens of a prompt.
 
     Attributes:
-        tokens: By position, the prompt's token.
+        tokens: The prompt's token at each position.
         positions: The tokens' positions.
         layers: The layers, from 0.
-        top: By layer and position, the likeliest next tokens: (text, logprob), the likeliest first.
+        top: For each layer and position, the top next tokens: (text, logprob), the likeliest first.
         targets: The tokens whose logprobs and ranks were requested.
-        logprobs: Theirs, `[layers, positions, targets]`; nan where a layer's values are not finite.
-        ranks: Theirs, from 1, `[layers, positions, targets]`; 0 where a layer's values are not finite.
+        logprobs: The targets' logprobs, `[layers, positions, targets]`; nan if a layer's values are not finite.
+        ranks: The targets' ranks from 1, `[layers, positions, targets]`; 0 if a layer's values are not finite.
 
     Examples:
         >>> lens = server.lens("Ann has 3 boxes of", targets=[" pens"])
@@ -43,10 +43,10 @@ class Lens:
     ranks: npt.NDArray[np.int64]
 
     def plot(self, target: int | None = None, path: str | Path | None = None) -> Any:
-        """A heat map of layers and tokens: the logprob of a target, or of the likeliest token with its text.
+        """A heat map of layers and tokens: the logprob of a target, or of the top token with its text.
 
         Args:
-            target: Its number in `targets`; without one the likeliest tokens.
+            target: The index in `targets`; None for the top tokens.
             path: A file to write.
 
         Raises:
@@ -70,7 +70,7 @@ class Lens:
 
 
 class LensMethods(GenerateMethods):
-    """A server that shows what its layers would say."""
+    """The part of `Server` that computes the logit lens."""
 
     async def lens(
         self,
@@ -87,15 +87,15 @@ class LensMethods(GenerateMethods):
 
         Args:
             prompt: A text or a chat.
-            targets: Tokens, each by its text (with its space: `"Paris"` is another token than `" Paris"`) or id, whose
-                logprob and rank are wanted.
-            layers: Their numbers, -1 for the last; by default all.
-            tokens: Which tokens of the prompt, as in docs/points.md.
-            top_k: How many of the likeliest next tokens.
-            fields: Other fields of the request, such as `interventions`.
+            targets: Tokens whose logprob and rank to return, each by its id or its text (with its space: `"Paris"` and
+                `" Paris"` are different tokens).
+            layers: Layer numbers, -1 for the last; by default all.
+            tokens: The tokens of the prompt, as in docs/points.md.
+            top_k: The number of top next tokens.
+            fields: Further fields of the request, such as `interventions`.
 
         Raises:
-            ServerError: The server refuses; for one, a target is several tokens.
+            ServerError: The server rejects the request, for example because a target is several tokens.
 
         Examples:
             >>> lens = server.lens("Ann has 3 boxes of", targets=[" pens"], tokens="prompt_last")
@@ -110,7 +110,7 @@ class LensMethods(GenerateMethods):
 
 
 def read(entries: Sequence[dict[str, Any]], targets: Sequence[str | int]) -> Lens:
-    """A lens of the tokens that an answer has."""
+    """The lens of the tokens in an answer."""
     by_layer = list(zip(*(entry["layers"] for entry in entries), strict=True))
     shape = (len(by_layer), len(entries), len(targets))
     logprobs, ranks = np.full(shape, np.nan, np.float32), np.zeros(shape, np.int64)

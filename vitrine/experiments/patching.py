@@ -1,4 +1,4 @@
-"""Activation patching: activations of a clean run replace those of a corrupt run, place by place."""
+"""Activation patching: activations of a clean run replace those of a corrupt run, one at a time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from vitrine.experiments.plots import heat_map, shown
 from vitrine.experiments.prompt_batches import Prompt, check_one, is_chat
 from vitrine.points import layer_of
 
-NO_WAY = 1e-3  # between the values of two prompts that differ by rounding alone
+NO_WAY = 1e-3  # the difference between the values of two prompts that is only rounding
 
 
 @dataclass(frozen=True, repr=False)
 class PatchGrid:
-    """What becomes of a prompt's answer where one activation at a time is that of another prompt.
+    """The effect on a prompt's answer of replacing one activation at a time by that of another prompt.
 
     Attributes:
-        values: `[layers, positions]`: the logprob of the target, less that of `against` where there is one, which is
-            the difference of their logits.
+        values: `[layers, positions]`: the logprob of the target, minus that of `against` if given; this equals the
+            difference of their logits.
         layers: The layers' numbers.
         positions: The tokens' positions.
-        tokens: By position, the clean prompt's token and the corrupt one's.
+        tokens: At each position, the clean prompt's token and the corrupt prompt's.
         clean: The value of the clean prompt.
         corrupt: The value of the corrupt prompt without a patch.
 
@@ -47,7 +47,7 @@ class PatchGrid:
 
     @property
     def restored(self) -> npt.NDArray[np.float32]:
-        """`values` as parts of the way from the corrupt value, 0, to the clean one, 1; nan where both are the same.
+        """`values` scaled from the corrupt value, 0, to the clean value, 1; nan if both are equal.
 
         Examples:
             >>> grid = server.patch_grid("Tom has 3", "Tom has 4", target=" ", layers=[-1], positions=[-1])
@@ -58,7 +58,7 @@ class PatchGrid:
         return (self.values - self.corrupt) / (way if abs(way) > NO_WAY else np.nan)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """A heat map of layers and tokens, of the change of the value; raises ImportError without matplotlib.
+        """A heat map of the change over layers and tokens; raises ImportError without matplotlib.
 
         Examples:
             >>> figure = server.patch_grid("Tom has 3", "Tom has 4", target=" ").plot(path="grid.png")
@@ -80,10 +80,10 @@ class PatchGrid:
 
 
 class PatchGridMethods(CollectMethods):
-    """A server that patches activations."""
+    """The part of `Server` that patches activations."""
 
     async def tokens(self, prompt: Prompt) -> list[str]:
-        """The texts of a prompt's tokens, written as in the lens.
+        """The texts of a prompt's tokens, as in the lens.
 
         Examples:
             >>> server.tokens("Tom has 3")
@@ -105,26 +105,26 @@ class PatchGridMethods(CollectMethods):
         positions: Sequence[int] | None = None,
         progress: bool | None = None,
     ) -> PatchGrid:
-        """Patch a point of the clean prompt into the corrupt one, at each layer and token by itself.
+        """Patch a point of the clean prompt into the corrupt one, at one layer and token at a time.
 
-        A cell is one forward of the corrupt prompt. The server runs many of them together, 64 a request. The clean
+        Each cell is one forward pass of the corrupt prompt; one request has 64 of them, which run together. The clean
         prompt's activations are stored in a session of their own.
 
         Args:
             clean: A text or chat.
-            corrupt: Another of as many tokens.
-            target: A token after the prompts, by its text (with its space, `" Paris"`) or id.
-            against: Another, whose logprob is taken off.
-            point: A point without its layer, or with `*` for it: `resid_post`, `layers.*.mlp.output`, `z`.
+            corrupt: Another one with the same number of tokens.
+            target: The token after the prompts, by its text (with its space, `" Paris"`) or id.
+            against: Another token, whose logprob is subtracted.
+            point: A point without its layer, or with `*` for the layer: `resid_post`, `layers.*.mlp.output`, `z`.
             layers: The layers, -1 for the last; by default all.
             positions: The positions, -1 for the last; by default all.
-            progress: Whether to draw a progress bar; by default in terminals and notebooks, for several requests.
+            progress: Whether to show a progress bar; by default in terminals and notebooks, for several requests.
 
         Raises:
-            ValueError: The prompts have different numbers of tokens, which the message shows; or the point is in no
-                layer.
+            ValueError: The prompts have different numbers of tokens, which the message lists; or the point is
+                outside the layers.
             IndexError: There is no such layer or position.
-            ServerError: The server refuses; for one, a target is several tokens.
+            ServerError: The server rejects the request, for example because a target is several tokens.
 
         Examples:
             >>> grid = server.patch_grid("Tom has 3", "Tom has 4", target=" ", point="mlp_out", positions=[0, 3])
@@ -166,7 +166,7 @@ class PatchGridMethods(CollectMethods):
         targets: Sequence[str | int],
         progress: bool | None,
     ) -> list[float]:
-        """By variant, the first target's logprob after the prompt, less the second's."""
+        """The first target's logprob after the prompt, minus the second's, for each variant."""
         lens = {"layers": [-1], "top_k": 0, "tokens": "prompt_last", "targets": list(targets)}
         choices = await self._variants(prompt, variants, "patch", progress, max_tokens=0, logit_lens=lens)
         found = [choice["logit_lens"]["prompt"][0]["layers"][0]["targets"] for choice in choices]
@@ -174,16 +174,16 @@ class PatchGridMethods(CollectMethods):
 
 
 def _patch(point: str, position: int, run_id: str) -> list[dict[str, Any]]:
-    """One variant: the replacement of one token's activation."""
+    """One variant: replace the activation of one token."""
     tokens = {"positions": [position]}
     return [{"op": "replace", "point": point, "tokens": tokens, "from": {"run_id": run_id, "tokens": tokens}}]
 
 
 def _chosen(name: str, wanted: Sequence[int] | None, there: Sequence[int]) -> list[int]:
-    """Layers or positions, those below 0 from the end.
+    """Resolve layers or positions; negative ones count from the end.
 
     Raises:
-        IndexError: One is not there; begins with `name`.
+        IndexError: One does not exist; the message starts with `name`.
     """
     if wanted is None:
         return list(there)

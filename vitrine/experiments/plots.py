@@ -1,4 +1,4 @@
-"""Pictures of grids, with matplotlib."""
+"""Heat maps with matplotlib."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def heat_map(
     centred: bool = False,
     texts: Sequence[Sequence[str]] | None = None,
 ) -> Any:
-    """A heat map: a matplotlib figure, which a notebook shows where it is a cell's last value.
+    """A heat map as a matplotlib figure, which a notebook shows if it is a cell's last value.
 
     Args:
         values: `[rows, columns]`.
         rows: Names of the rows, the first at the bottom.
         columns: Names of the columns.
-        title: Above the picture.
-        labels: Of the columns' axis and of the rows'.
+        title: The title.
+        labels: The labels of the column axis and of the row axis.
         path: A file to write, whose suffix is the format.
-        centred: Whether 0 is in the middle of the colours.
+        centred: Whether 0 is in the middle of the colour scale.
         texts: A short text for each cell.
 
     Raises:
@@ -40,7 +40,7 @@ def heat_map(
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        # Notebooks show figures by themselves only once pyplot has chosen a backend, which is the program's choice.
+        # Notebooks show figures only once pyplot has chosen a backend, which is the program's choice.
         def _repr_png_(self) -> bytes:
             buffer = BytesIO()
             self.savefig(buffer, format="png", bbox_inches="tight")
@@ -67,5 +67,5 @@ def heat_map(
 
 
 def shown(token: str) -> str:
-    """A token's text in a picture: spaces and line breaks are visible."""
+    """A token's text with visible spaces and line breaks."""
     return token.replace(" ", "·").replace("\n", "↵").replace("$", r"\$")

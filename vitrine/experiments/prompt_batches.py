@@ -12,30 +12,30 @@ from vitrine.server_error import ServerError
 Chat = Sequence[Mapping[str, Any]]  # messages, each with `role` and `content`
 Prompt = str | Chat
 
-MOST = 64  # prompts of a request: as many as share a forward of the server, by default
-MOST_CHARACTERS = 1 << 15  # of a request's prompts together, so that a request's activations stay within limits
+PROMPTS_PER_REQUEST = 64  # prompts in a request: as many as share a forward pass of the server by default
+MOST_CHARACTERS = 1 << 15  # of a request's prompts together, so that its activations stay within limits
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it is one chat, and not a text or a list of prompts."""
+    """Whether it is a single chat rather than a text or a list of prompts."""
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def route(prompt: Prompt | Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The route of a request for a text, a list of texts or a chat, and the field that holds it."""
+    """The route for a text, a list of texts or a chat, and the field that contains it."""
     if is_chat(prompt):
         return "/v1/chat/completions", {"messages": prompt}
     return "/v1/completions", {"prompt": prompt}
 
 
 def requests(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """For each request the places of its prompts: texts of about the same length together, each chat by itself."""
+    """The indices of each request's prompts: texts of similar length together, each chat alone."""
     found: list[list[int]] = []
-    left = 0  # characters that fit into the last request
+    left = 0  # characters that still fit into the last request
     for place in sorted(range(len(prompts)), key=lambda place: (is_chat(prompts[place]), len(prompts[place]))):
         size = MOST_CHARACTERS if is_chat(prompts[place]) else max(1, len(prompts[place]))
-        if size > left or len(found[-1]) >= MOST:
+        if size > left or len(found[-1]) >= PROMPTS_PER_REQUEST:
             found.append([])
             left = MOST_CHARACTERS
         found[-1].append(place)
@@ -44,17 +44,17 @@ def requests(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def asked(prompts: Sequence[Prompt], group: Sequence[int]) -> Any:
-    """What one of the requests asks: one chat, or a list of texts."""
+    """The prompts of one request: one chat, or a list of texts."""
     first = prompts[group[0]]
     return first if is_chat(first) else [prompts[place] for place in group]
 
 
 @contextmanager
 def named_by(group: Sequence[int]) -> Iterator[None]:
-    """Name the prompt of a request that the server refuses by its place in the caller's list.
+    """Make errors of a request name the prompt by its index in the caller's list.
 
     Raises:
-        ServerError: As within.
+        ServerError: The block's error.
     """
     try:
         yield
@@ -64,20 +64,20 @@ def named_by(group: Sequence[int]) -> Iterator[None]:
 
 
 def check_one(prompt: Any, name: str) -> None:
-    """Check that something is one prompt.
+    """Check that a value is one prompt.
 
     Raises:
-        ValueError: It is not; begins with `name`.
+        ValueError: It is not; the message starts with `name`.
     """
     if not isinstance(prompt, str) and not is_chat(prompt):
         raise ValueError(f"{name}: give one prompt, a text or a list of messages, not {prompt!r:.60}")
 
 
 def check(prompts: Sequence[Prompt], name: str) -> None:
-    """Check that a list holds prompts.
+    """Check that a value is a list of prompts.
 
     Raises:
-        ValueError: It is one prompt, is empty or holds something else; begins with `name`.
+        ValueError: It is a single prompt, empty, or contains something else; the message starts with `name`.
     """
     if isinstance(prompts, str) or is_chat(prompts) or not len(prompts):
         raise ValueError(f"{name}: give a list of prompts, with at least one")

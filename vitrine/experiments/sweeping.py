@@ -1,4 +1,4 @@
-"""Sweeps of steering: layers by scales."""
+"""Steering sweeps over layers and scales."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Steered(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Sweep:
-    """What a model writes with a direction added at several layers, by several scales.
+    """The generated texts with a direction added at several layers with several scales.
 
     Attributes:
-        rows: Layer by layer, by scale.
+        rows: The texts by layer, then by scale.
 
     Examples:
         >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
@@ -89,23 +89,23 @@ class SweepMethods(GenerateMethods):
         progress: bool | None = None,
         **fields: Any,
     ) -> Sweep:
-        """Steer along a direction at each layer by each scale; all texts share the server's forwards.
+        """Steer along a direction at each layer with each scale; the texts share the server's forward passes.
 
         Args:
             prompt: A text or a chat.
-            direction: Its vectors are added at their points, to all tokens.
-            layers: Of the direction.
-            scales: By which its vectors are multiplied; 0 is the baseline.
-            unit: `residual_norm` scales by the norm of the rows that are changed, so that scales fit every layer.
+            direction: The vectors, which are added at their points to all tokens.
+            layers: The direction's layers to use.
+            scales: The factors of the vectors; 0 is the baseline.
+            unit: `residual_norm` multiplies by the norm of each changed row, so that scales suit every layer.
             max_tokens: The most tokens of each text.
             temperature: 0 takes the likeliest token each time.
-            score: A number for a text; called on a thread of its own, so that it may ask the server, too.
-            progress: Whether to draw a progress bar; by default in terminals and notebooks, for several requests.
-            fields: Other fields of the request, such as `seed`.
+            score: Returns a number for a text; runs on its own thread, so it may call the server.
+            progress: Whether to show a progress bar; by default in terminals and notebooks, for several requests.
+            fields: Further fields of the request, such as `seed`.
 
         Raises:
             IndexError: The direction has no such layer.
-            ServerError: The server refuses.
+            ServerError: The server rejects the request.
 
         Examples:
             >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])

@@ -1,4 +1,7 @@
-"""inspect_ai's model provider `vitrine/MODEL`, which its entry point registers; `model.py` is loaded on first use."""
+"""inspect_ai's model provider `vitrine/MODEL`, registered by an entry point; `model.py` is loaded on first use.
+
+Labels of its logs are in `evals.labels`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ def vitrine() -> type[ModelAPI]:
     """The provider's class.
 
     Raises:
-        RuntimeError: inspect_ai is another version than the one whose private modules the provider uses.
+        RuntimeError: inspect_ai's version differs from the one whose private modules the provider uses.
     """
     from inspect_ai import __version__
 

@@ -15,15 +15,15 @@ from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 URL = "http://127.0.0.1:8000/v1"
-NO_KEY = "unused"  # OpenAI's client sends none without a text; a server without keys accepts any
-MOST_ID = 256  # characters that the server takes of a sample's id and of a tag
+NO_KEY = "unused"  # OpenAI's client requires a key; a server without keys accepts any
+MOST_ID = 256  # the server's limit for a sample's id and for a tag
 
 
 class VitrineAPI(OpenAICompatibleAPI):
     """A model of a Vitrine server.
 
-    Each output's `metadata` has `session_id`, `run_ids`, `status` (`stored` or `failed`), `activations_meta` as the
-    server gave it, and `readouts`, a list with an entry for each choice: as requested.
+    Each output's `metadata` has the requested ones of `session_id`, `run_ids`, `status` (`stored` or `failed`),
+    `activations_meta` from the server, and `readouts`, a list with an entry for each choice.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class VitrineAPI(OpenAICompatibleAPI):
 
         Args:
             model_name: The served model's id.
-            base_url: The server's, ending in `/v1`; by default `VITRINE_BASE_URL`, else port 8000 of this machine.
+            base_url: The server's URL, ending in `/v1`; by default `VITRINE_BASE_URL`, else port 8000 of this machine.
             api_key: The key; by default `VITRINE_API_KEY`, else `OPENAI_API_KEY`. A server without keys needs none.
-            config: inspect_ai's options of generation.
+            config: inspect_ai's generation options.
             capture: The request field `capture`; True records what the server records by default.
             readouts: The request field `readouts`, or one of its entries.
             interventions: The request field `interventions`.
             intervention_profile: The name of a stored profile.
-            session_id: Of the recorded runs; by default `inspect-` and the id of the evaluation in the log.
-            stream: inspect_ai's; not with `capture` or `readouts`, whose results its client drops from a stream.
+            session_id: The session of the runs; by default `inspect-` and the id of the evaluation in the log.
+            stream: inspect_ai's option; not with `capture` or `readouts`, whose results its client drops from a stream.
             model_args: Further arguments of inspect_ai's provider `openai-api`.
 
         Raises:
-            ValueError: `stream` with `capture` or `readouts`, or a `capture` that is no object.
+            ValueError: `stream` with `capture` or `readouts`, or a `capture` that is not an object.
         """
         if capture is not None and not isinstance(capture, bool | Mapping):
             raise ValueError(f"capture is {capture!r}, not true or an object such as {{'layers': [8], 'sites': [...]}}")
@@ -86,13 +86,13 @@ class VitrineAPI(OpenAICompatibleAPI):
         return self._capture is not None or "readouts" in self._fields
 
     def auto_streamable(self, config: GenerateConfig) -> bool:
-        """Whether a callback alone may turn on streaming."""
+        """Whether a callback may turn on streaming."""
         return not self._has_results and bool(super().auto_streamable(config))
 
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        """One call; arguments and errors are those of inspect_ai's provider."""
+        """Generate one answer; arguments and errors are those of inspect_ai's provider."""
         extra = self._fields | self._recorded(len(input)) | (config.extra_body or {})
         answer = await super().generate(input, tools, tool_choice, config.model_copy(update={"extra_body": extra}))
         output, call = answer
@@ -101,10 +101,10 @@ class VitrineAPI(OpenAICompatibleAPI):
         return output, call
 
     def _recorded(self, messages: int) -> dict[str, Any]:
-        """The request's fields for what is recorded, and for the call's place in the evaluation.
+        """The request's fields for recording, and for the call's place in the evaluation.
 
         Args:
-            messages: before the answer, and so the number of the answer's own.
+            messages: The number of messages before the answer, which is the answer's index.
         """
         active = sample_active()
         session = self._session_id or (f"inspect-{active.eval_id}" if active else None)
@@ -121,7 +121,7 @@ class VitrineAPI(OpenAICompatibleAPI):
 
 
 def results(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer's fields besides OpenAI's, as a log holds them.
+    """An answer's fields besides OpenAI's, in the format of logs.
 
     Args:
         answer: The body of a chat completion.

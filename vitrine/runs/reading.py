@@ -8,25 +8,25 @@ from typing import Any
 from vitrine.connection.transport import Transport, together
 from vitrine.runs.rows import Run, of_streams
 
-MOST_RUNS = 64  # of a download
+MOST_RUNS = 64  # in one download
 
 
 class LoadMethods(Transport):
-    """A server that hands over stored runs."""
+    """The part of `Server` that loads stored runs."""
 
     async def load_runs(self, source: Any, points: str | Sequence[str] | None = None) -> list[Run]:
-        """Stored runs: in the order in which `source` names them; of a session, in that of the requests.
+        """Load stored runs in the order of `source`; those of a session in the order of requests.
 
         For the order of collected prompts, which are sent by length, give `acts.run_ids`.
 
         Args:
             source: An answer of this server (a dict, or an object of OpenAI's client), one of the `runs` of its
-                `activations_meta`, a run id, several in a list, or a session's name.
+                `activations_meta`, a run id, a list of them, or a session's name.
             points: Names of recorded points, with `*` for every layer and -1 for the model's last; all by default.
 
         Raises:
             LookupError: There is no such run or session, or a run has no such point.
-            ServerError: The server refuses.
+            ServerError: The server rejects the request.
 
         Examples:
             >>> acts = server.collect(["Ann has", "Tom has"], ["layers.1.output", "layers.5.output"])
@@ -43,7 +43,7 @@ class LoadMethods(Transport):
         return [found[entry["run_id"]] for entry in entries]
 
     async def _fetched(self, entries: Sequence[Mapping[str, Any]], points: str | Sequence[str] | None) -> list[Run]:
-        """Some runs of one session."""
+        """Fetch runs of one session."""
         query = {"run": ",".join(entry["run_id"] for entry in entries)}
         if points is not None:
             query["points"] = points if isinstance(points, str) else ",".join(points)
@@ -51,7 +51,7 @@ class LoadMethods(Transport):
         return [run.only(points) for run in of_streams(body)]
 
     async def _entries(self, source: Any) -> list[dict[str, Any]]:
-        """The server's entries of the runs that a source names."""
+        """The server's entries of the source's runs."""
         names = run_ids(source)
         groups = [names[first : first + MOST_RUNS] for first in range(0, len(names), MOST_RUNS)]
         parts = await together(self._listed({"run": ",".join(group)}) for group in groups)
@@ -74,7 +74,7 @@ class LoadMethods(Transport):
 
 
 def run_ids(source: Any) -> list[str]:
-    """The ids of the runs that a source names, in its order.
+    """The ids of the source's runs, in its order.
 
     Raises:
         ValueError: It recorded nothing.
@@ -87,7 +87,7 @@ def run_ids(source: Any) -> list[str]:
 
 
 def recorded(source: Any) -> list[Mapping[str, Any]]:
-    """The `runs` of an answer, or the one run or the runs that a source is.
+    """The `runs` of an answer, or the source itself if it is one run or a list of runs.
 
     Raises:
         ValueError: It stored nothing; the message has the reason.

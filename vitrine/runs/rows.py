@@ -1,4 +1,4 @@
-"""Stored runs as numpy arrays, of Arrow streams and files in the format of docs/format.md."""
+"""Stored runs as numpy arrays, from Arrow streams and files in the format of docs/format.md."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MAGIC = 8  # bytes before the stream in a file
 
 
 class Run(Mapping[str, Rows]):
-    """One stored run: by point its rows as float32, `[tokens, hidden]`, and what is known of the run.
+    """One stored run: point -> float32 rows `[tokens, hidden]`, and the run's description.
 
-    Heads are `[tokens, heads, head_dim]`; an attention pattern is a list with, for each token, `[heads, tokens seen]`.
+    Heads are `[tokens, heads, head_dim]`; an attention pattern is a list with `[heads, tokens seen]` for each token.
 
     Attributes:
         facts: Run id, session, model, tags, sampling, text and so on: docs/format.md lists them.
-        positions: By row, the token's index in prompt + generated.
-        token_ids: By row, the token.
-        phases: By row, `prompt` or `generated`.
+        positions: The index of each row's token in prompt + answer.
+        token_ids: Each row's token.
+        phases: `prompt` or `generated` for each row.
 
     Examples:
         >>> answer = server.complete("Ann has 3 boxes", max_tokens=2, capture={"points": ["layers.1.output"]})
@@ -60,11 +60,11 @@ class Run(Mapping[str, Rows]):
         return len(self._values)
 
     def matching(self, points: str | Iterable[str] | None) -> list[str]:
-        """Those of its points that names or patterns mean, in their order; None means all.
+        """The run's points that match names or patterns, in their order; None means all.
 
         Raises:
             LookupError: The run has no such point.
-            ValueError: A layer is below 0, and the run does not say how many layers its model has.
+            ValueError: A layer is negative, and the run does not contain its model's number of layers.
 
         Examples:
             >>> acts = server.collect(["Ann has"], "resid_post")
@@ -81,7 +81,7 @@ class Run(Mapping[str, Rows]):
         return list(found)
 
     def only(self, points: str | Iterable[str] | None) -> Run:
-        """The same run with those points alone, as `matching` has them.
+        """The same run with only the points that `matching` returns.
 
         Examples:
             >>> acts = server.collect(["Ann has"], "resid_post")
@@ -97,14 +97,14 @@ class Run(Mapping[str, Rows]):
 
 
 def of_streams(body: bytes, wanted: Collection[str] | None = None) -> Iterator[Run]:
-    """The runs of Arrow streams that come one after the other, as a server sends them; of these `wanted` alone."""
+    """Read the runs of concatenated Arrow streams, as sent by a server; only the `wanted` ones."""
     source = pa.BufferReader(body)
     while source.tell() < len(body):
         yield from _runs(source, wanted)
 
 
 def of_files(path: Path, wanted: Collection[str] | None = None) -> Iterator[Run]:
-    """The whole runs of an Arrow file, or of all files of a session's directory.
+    """Read the complete runs of an Arrow file, or of all files in a session's directory.
 
     Raises:
         FileNotFoundError: There is no such file, or no Arrow file in the directory.
@@ -114,15 +114,15 @@ def of_files(path: Path, wanted: Collection[str] | None = None) -> Iterator[Run]
         raise FileNotFoundError(f"{path} holds no Arrow file")
     for file in files:
         source = pa.memory_map(str(file))
-        source.seek(_MAGIC)  # a stream, also in a file that has no footer yet
+        source.seek(_MAGIC)  # contains a stream, even without a footer
         try:
             yield from _runs(source, wanted)
-        except pa.ArrowInvalid:  # a crash cut it short after its last whole run
+        except pa.ArrowInvalid:  # truncated by a crash after its last complete run
             continue
 
 
 def _runs(source: Any, wanted: Collection[str] | None) -> Iterator[Run]:
-    """The whole runs of one stream, each as soon as its last batch is read."""
+    """Read the complete runs of one stream, each as soon as its last batch is read."""
     stream = pa.ipc.open_stream(source)
     shared = json.loads(stream.schema.metadata[b"vitrine"])
     batches: list[pa.RecordBatch] = []
@@ -134,9 +134,9 @@ def _runs(source: Any, wanted: Collection[str] | None) -> Iterator[Run]:
 
 
 def _columns(table: pa.Table, shared: Mapping[str, Any]) -> dict[str, Callable[[], Rows]]:
-    """By point, what reads its rows."""
+    """Point -> a function that reads its rows."""
     dtypes, heads = shared["dtypes"], shared.get("heads", {})
-    points = [name for name in table.column_names if name in dtypes]  # in the order in which the model reaches them
+    points = [name for name in table.column_names if name in dtypes]  # in the order of execution
     return {point: partial(_column, table[point], dtypes[point], heads.get(point)) for point in points}
 
 
@@ -148,6 +148,6 @@ def _column(column: pa.ChunkedArray, dtype: str, heads: int | None) -> Rows:
 
 
 def _float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    if dtype == "bfloat16":  # stored as its bits, which are the upper half of a float32's
+    if dtype == "bfloat16":  # stored as its bits, which are the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)

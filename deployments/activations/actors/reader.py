@@ -192,7 +192,7 @@ class ActivationReader:
             asyncio.get_running_loop().call_later(IDLE_S, self._readings.sweep)
 
     async def _fetch(self, session_id: str, uris: Sequence[str]) -> None:
-        """Have segments fetched from the bucket to the disk, if there is room; RequestError if that takes too long."""
+        """Let segments be fetched from the bucket to the disk if there is room; RequestError if that takes too long."""
         lock = self._locks.setdefault(session_id, asyncio.Lock())
         with _in_time("archived runs are being fetched; try again"):
             async with asyncio.timeout(_RESTORE_S), lock, self._fetching:

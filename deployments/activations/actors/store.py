@@ -31,7 +31,7 @@ from deployments.activations.state.nodes import node_of, uri_of
 from deployments.clusters import NAMESPACE, ON_HEAD, detached
 
 if TYPE_CHECKING:
-    from deployments.activations.facts import Note
+    from deployments.activations.facts import FileUpdate
     from deployments.activations.state.nodes import Node
     from deployments.activations.writer.retention import SessionManager
     from deployments.activations.writer.writer import Writer
@@ -91,7 +91,7 @@ class ActivationStore(RunReceiver):
         from deployments.activations.uploads.readouts import ReadoutFiles
         from deployments.activations.uploads.tensors import TensorFiles
         from deployments.activations.writer.recovery import open_directory
-        from deployments.activations.writer.room import Room
+        from deployments.activations.writer.room import DiskCheck
 
         restrict(Path(root))
         self._asked, self._root, self._life = root, Path(root).resolve(), life
@@ -111,7 +111,7 @@ class ActivationStore(RunReceiver):
             self._archive.begin(self._catalogue, self._owners, NodePlace(root, self._nodes))
         self._writer = self._begin_writer()
         self._deleting = weakref.WeakValueDictionary[str, asyncio.Lock]()  # by session
-        self._room = Room(self._root)
+        self._room = DiskCheck(self._root)
         self._client_data: dict[str, Any] = {"tensors": TensorFiles(self._root), "readouts": ReadoutFiles(self._root)}
         self._client_data["profiles"] = StoredProfiles(self._root)
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
@@ -240,7 +240,7 @@ class ActivationStore(RunReceiver):
         releases = await asyncio.to_thread(releases_nodes)
         return Reply(self._node_life(), {}, deletions, known, releases)
 
-    async def report(self, key: str, notes: list[Note], deleted: list[int], asked: list[str]) -> Reply:
+    async def report(self, key: str, notes: list[FileUpdate], deleted: list[int], asked: list[str]) -> Reply:
         """As `SessionManager.note`; `deleted` are ids of deletions that the node did before it wrote these runs."""
         if deleted:
             await asyncio.to_thread(self._end_deletions, key, deleted)

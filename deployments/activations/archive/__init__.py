@@ -1,1 +1,4 @@
-"""The archive: sealed segments in a bucket, and the manifest that lists them."""
+"""The archive: copies sealed segments to a bucket, and adds them to its manifest.
+
+The manifest's format and reading a bucket are in `catalogue/`.
+"""

@@ -310,7 +310,7 @@ class Archive:
         return {(kind, session_id): json.loads(value) for kind, session_id, value in found}
 
     def _merge(self) -> None:
-        """Have one snapshot stand for the parts of the manifest, where there are many."""
+        """Replace many parts of the manifest by one snapshot."""
         applied = self._catalogue.select("SELECT name FROM applied")
         if len(applied) < MANY_PARTS:
             return

@@ -52,7 +52,7 @@ class Cache:
         self.grown = False
         try:
             self._evict()
-        except Exception:
+        except Exception:  # any error: retry in the next call, then re-raise
             self.grown = True
             raise
 
@@ -91,7 +91,7 @@ class Cache:
         return True
 
     def move(self, uri: str, to: str, modified_ns: int = 0) -> bool:
-        """Have a segment that is in the bucket be read at another URI; false where it is known no more."""
+        """Let an archived segment be read at another URI; false if it is no longer known."""
         return self._catalogue.change((), lambda database: move(database, uri, to, modified_ns))
 
     def _is_there(self, node: str | None) -> bool:

@@ -22,7 +22,7 @@ from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.queries import Queries
 from deployments.activations.catalogue.replaying import bring, catch_up, fill_new, has_caught_up, lent
 from deployments.activations.catalogue.rows import ON_DISK, forget, put, refresh
-from deployments.activations.facts import Note, StoreError, explain
+from deployments.activations.facts import FileUpdate, StoreError, explain
 from deployments.activations.files.disk import locked, scan
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import code_of, transaction
@@ -53,7 +53,7 @@ class Catalogue(Queries):
     ) -> None:
         """A catalogue in `database`, or in memory, of the files of a directory, if any, and of its bucket."""
         self.remade, self.archives = 0, manifest is not None
-        self.on_added: Callable[[Sequence[Note]], None] = lambda added: None
+        self.on_added: Callable[[Sequence[FileUpdate]], None] = lambda added: None
         self._lock, self._root, self._manifest = Lock(), root, manifest
         self._again = math.inf  # when to scan the files again, by the monotonic clock
         self._release: Callable[[], object] = lambda: None
@@ -71,7 +71,7 @@ class Catalogue(Queries):
             lock = locked(root / LOCK)  # one process at a time writes the database
             try:
                 catalogue = cls(opened(root, partial(fill_new, manifest) if manifest else None), root, manifest)
-            except BaseException:
+            except BaseException:  # any error: release the lock, then re-raise
                 os.close(lock)
                 raise
         except (OSError, sqlite3.Error) as error:
@@ -118,7 +118,7 @@ class Catalogue(Queries):
             self._database.close()
             self._release()
 
-    def add(self, *added: Note) -> int:
+    def add(self, *added: FileUpdate) -> int:
         """Add runs of files, and the files' current state: all or nothing; by how many bytes they have grown."""
 
         def put_in(database: sqlite3.Connection) -> int:

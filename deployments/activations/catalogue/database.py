@@ -102,7 +102,7 @@ def read_only(root: Path) -> sqlite3.Connection:
     try:
         if not _is_laid_out(database, inode):
             raise sqlite3.DatabaseError(f"{path} is another version's or another directory's")
-    except BaseException:
+    except BaseException:  # any error: close, then re-raise
         database.close()
         raise
     return database
@@ -166,7 +166,7 @@ def opened(root: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Co
     try:
         _logged(database)
         lay_out(database, path.stat().st_ino)
-    except BaseException:
+    except BaseException:  # any error: close, then re-raise
         database.close()
         raise
     return database

@@ -17,7 +17,7 @@ _SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(D
 _ALL_SUMS = """SELECT session, sum(runs), sum(tokens), sum(bytes), json_group_array(model),
     (SELECT min(created) FROM runs AS own WHERE own.session = runs.session),
     (SELECT max(created) FROM runs AS own WHERE own.session = runs.session) FROM sums AS runs"""
-_TOLD = ["run_id", "session_id", "model", "created", "prompt_tokens", "tokens", "sample_id", "tags", "finish_reason"]
+_LISTED = ["run_id", "session_id", "model", "created", "prompt_tokens", "tokens", "sample_id", "tags", "finish_reason"]
 
 
 class Queries(ABC):
@@ -195,7 +195,7 @@ def _where(filter: Filter) -> tuple[str, list[Any]]:
 def _run(entry: Entry, archives: bool) -> dict[str, Any]:
     points = entry.stored().points.items()
     return {
-        **{name: getattr(entry.facts, name) for name in _TOLD},
+        **{name: getattr(entry.facts, name) for name in _LISTED},
         "offset": entry.offset,
         **({"archived": entry.archived} if archives else {}),
         "points": {name: {**point._asdict(), "shape": list(point.shape)} for name, point in points},

@@ -220,7 +220,7 @@ def begun(manifest: Manifest) -> sqlite3.Connection:
 
 
 def fill_new(manifest: Manifest, path: Path) -> None:
-    """Have the newest snapshot be a new catalogue's database; one of another layout, or out of reach, is left."""
+    """Use the newest snapshot as a new catalogue's database, unless it has another layout or cannot be read."""
     unpacked = path.with_name(".new-" + path.name)
     try:
         if not (snapshots := sorted(filter(is_snapshot, manifest.names()))):

@@ -27,7 +27,7 @@ ON_DISK = "SELECT session, uri, bytes, modified_ns FROM files WHERE uri LIKE 'fi
 # A run that another file holds already stays that file's.
 _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,
     offset, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
-_KEPT = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
+_FACT_NAMES = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
 
 # A file that changed less than this before it was looked at may change again without showing another time.
 _TICK_NS = 2_000_000_000
@@ -45,7 +45,7 @@ def _row(session_id: str, file: int, entry: Entry) -> tuple[Any, ...]:
     """A run as the table holds it, without what may be a thousand times as long as all else."""
     facts = entry.facts
     tags = "\n".join(["", *(tag_line(name, value) for name, value in facts.tags.items()), ""])
-    said = json.dumps({name: getattr(facts, name) for name in _KEPT} | {"session_id": session_id})
+    said = json.dumps({name: getattr(facts, name) for name in _FACT_NAMES} | {"session_id": session_id})
     return (
         *(session_id, facts.run_id, file, float(facts.created), str(facts.model), facts.sample_id, tags),
         *(int(facts.tokens), entry.bytes, entry.rows, entry.first_row, entry.offset, said),
@@ -111,7 +111,7 @@ def refresh(
 
 
 def move(database: sqlite3.Connection, uri: str, to: str, modified_ns: int = 0) -> bool:
-    """Say of a file that is in the bucket that it is to be read elsewhere; false where it is none."""
+    """Set another URI to read an archived file from; false if there is no such file."""
     moved = "UPDATE files SET uri = ?, modified_ns = ? WHERE uri = ? AND archived"
     if not database.execute(moved, (to, modified_ns, uri)).rowcount:
         return False

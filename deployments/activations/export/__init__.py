@@ -1,1 +1,4 @@
-"""Runs in other formats: downloads, exported files, and copies of a session."""
+"""Runs in other formats: downloads, exported files, and copies of a session.
+
+Reading the stored rows is in `reader/`; the HTTP routes are in `serve_app`.
+"""

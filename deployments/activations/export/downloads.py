@@ -71,7 +71,7 @@ class ArchivedError(Exception):
 
 
 @dataclass
-class _Plan:
+class _DownloadPlan:
     tag: str
     parts: Parts
     version: tuple[int, ...]  # of the session in the catalogue
@@ -90,7 +90,7 @@ class Readings:
     def __init__(self, catalogue: Queries, places: Sequence[Place] = (), folder: Path | None = None) -> None:
         self._catalogue, self._places, self._folder = catalogue, places, folder
         self._lock = threading.Lock()  # for changes of the next
-        self._plans: dict[tuple[Choice, int | None], _Plan] = {}  # by choice and number of runs; the last used last
+        self._plans: dict[tuple[Choice, int | None], _DownloadPlan] = {}  # by choice and run count; the last used last
 
     def find(self, choice: Choice, tag: str | None = None, as_is: bool = False) -> DownloadInfo | None:
         """The tag and length of a download; None if there is no such session.
@@ -129,7 +129,7 @@ class Readings:
                     break
                 parts -= len(self._plans.pop(choice).parts)
 
-    def _plan(self, choice: Choice, most: int | None, as_is: bool) -> _Plan | None:
+    def _plan(self, choice: Choice, most: int | None, as_is: bool) -> _DownloadPlan | None:
         """The plan of a download of the `most` runs that were added first, by default of all."""
         version = self._catalogue.version(choice.session_id)
         plan = self._plans.get((choice, most))
@@ -152,7 +152,7 @@ class Readings:
         self.sweep()
         return plan
 
-    def _planned(self, choice: Choice, most: int | None, version: tuple[int, ...], as_is: bool) -> _Plan | None:
+    def _planned(self, choice: Choice, most: int | None, version: tuple[int, ...], as_is: bool) -> _DownloadPlan | None:
         """The cached plan, if it is still valid, or a new one."""
         places = self._catalogue.places(choice.session_id, choice.runs, most)
         away = sorted(uri for uri in {place[1] for place in places} if self._file(uri).folder.restores)
@@ -168,7 +168,7 @@ class Readings:
         if not entries and not self._catalogue.knows(choice.session_id):
             return None
         tag = _tag(choice, sorted((entry.facts.run_id, entry.uri, entry.offset, entry.bytes) for entry in entries))
-        return _Plan(tag, self._parts(choice, entries), version)
+        return _DownloadPlan(tag, self._parts(choice, entries), version)
 
     def _parts(self, choice: Choice, entries: Sequence[Entry]) -> Parts:
         session_id, runs, points, format = choice

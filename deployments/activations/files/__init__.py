@@ -1,1 +1,4 @@
-"""Files and directories: places, locks, atomic replacement, permissions."""
+"""Files and directories: places, locks, atomic replacement, permissions.
+
+Nothing here knows the format of segments, which is in `segments/`.
+"""

@@ -31,7 +31,7 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
     try:
         yield
         database.execute("COMMIT")
-    except BaseException:
+    except BaseException:  # any error: roll back, then re-raise
         if database.in_transaction:  # some errors end it by themselves
             database.execute("ROLLBACK")
         raise

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from deployments.activations.facts import Note
+from deployments.activations.facts import FileUpdate
 from deployments.activations.state.nodes import Deletion, Node
 
 BATCH = 50  # runs in one call; Ray passes so few without its object store
@@ -60,9 +60,9 @@ class RunReporter:
         self,
         store: Any,
         node: Node,
-        stored: Callable[[Mapping[str, tuple[int, int]]], Iterable[Note]],
+        stored: Callable[[Mapping[str, tuple[int, int]]], Iterable[FileUpdate]],
         delete: Callable[[Deletion], bool],
-        on_reported: Callable[[list[Note]], None],
+        on_reported: Callable[[list[FileUpdate]], None],
         beat: Callable[[], None],
     ) -> None:
         self.refused: dict[str, str] = {}
@@ -70,7 +70,7 @@ class RunReporter:
         self._store, self._node = store, node
         self._stored, self._delete, self._on_reported, self._beat = stored, delete, on_reported, beat
         self._lock = threading.Lock()  # for the next two
-        self._notes, self._flushes = deque[Note](), list[Future[None]]()
+        self._notes, self._flushes = deque[FileUpdate](), list[Future[None]]()
         self._done: list[int] = []  # ids of deletions that are done and not reported yet
         self._life: str | None = None  # of the store that knows the node
         self._news, self._hurry = threading.Event(), threading.Event()
@@ -79,7 +79,7 @@ class RunReporter:
         self._thread = threading.Thread(target=self._loop, name="activation-reporter", daemon=True)
         self._thread.start()
 
-    def add(self, notes: Iterable[Note]) -> None:
+    def add(self, notes: Iterable[FileUpdate]) -> None:
         """Report these within a second."""
         with self._lock:
             self._notes.extend(part for note in notes for part in _parts(note))
@@ -178,8 +178,8 @@ class RunReporter:
                     self._life = None
                 self._notes = deque(kept)
 
-    def _next(self) -> list[Note]:
-        notes, runs = list[Note](), 0
+    def _next(self) -> list[FileUpdate]:
+        notes, runs = list[FileUpdate](), 0
         with self._lock:
             for note in self._notes:
                 runs += max(1, len(note.entries))
@@ -192,7 +192,7 @@ class RunReporter:
         return method.remote(*args).future().result(timeout=_ANSWER_S)  # type: ignore[no-any-return]
 
 
-def _parts(note: Note) -> Iterable[Note]:
+def _parts(note: FileUpdate) -> Iterable[FileUpdate]:
     last = max(0, len(note.entries) - 1) // BATCH * BATCH
     for first in range(0, last + 1, BATCH):
         is_last = first == last  # a file is sealed for the store once it knows all its runs

@@ -17,7 +17,7 @@ import ray
 from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
-from deployments.activations.facts import Note, StoreError, explained, name_of
+from deployments.activations.facts import FileUpdate, StoreError, explained, name_of
 from deployments.activations.files.disk import restrict, write
 from deployments.activations.files.machines import Heartbeat, local_locks
 from deployments.activations.files.places import place_of
@@ -27,7 +27,7 @@ from deployments.activations.nodes.receiving import Home, RunReceiver, StartingE
 from deployments.activations.nodes.reporting import RunReporter
 from deployments.activations.state.nodes import Deletion, Node, uri_of
 from deployments.activations.writer.recovery import MARK, open_directory
-from deployments.activations.writer.room import Room
+from deployments.activations.writer.room import DiskCheck
 from deployments.activations.writer.writer import Writer
 
 _OWN = ".node"  # in a directory that a node keeps for itself; no session id begins with '.'
@@ -162,7 +162,7 @@ class NodeWriter(RunReceiver):
         self._catalogue = catalogue
         self._begin_writer = functools.partial(Writer, self._root, catalogue)
         self._writer = self._begin_writer()
-        self._room = Room(self._root)
+        self._room = DiskCheck(self._root)
         self._reporter = RunReporter(
             self._store, self._node, self._stored, self._delete, self._forget_reported, self._beat
         )
@@ -176,15 +176,15 @@ class NodeWriter(RunReceiver):
         if self._archive and is_released():
             self._writing().seal(None).result()
 
-    def _stored(self, known: Mapping[str, tuple[int, int]]) -> Iterator[Note]:
+    def _stored(self, known: Mapping[str, tuple[int, int]]) -> Iterator[FileUpdate]:
         """The node's files and runs, but for the files that the store knows as they are."""
         counts = self._catalogue.files_of("file:")
         for session_id, file in self._catalogue.all_files():
             name = name_of(file.uri)
             if known.get(name) != counts.get(name):
-                yield from self._notes([Note(session_id, self._catalogue.of_file(file.uri), file)])
+                yield from self._notes([FileUpdate(session_id, self._catalogue.of_file(file.uri), file)])
 
-    def _forget_reported(self, notes: Sequence[Note]) -> None:
+    def _forget_reported(self, notes: Sequence[FileUpdate]) -> None:
         for file in (note.file for note in notes if note.file.sealed and not self._node.key):
             self._catalogue.forget_files(self._path(file.uri).as_uri())
 
@@ -202,7 +202,7 @@ class NodeWriter(RunReceiver):
         self._writing().delete(session_id, unless=goes_on).result()
         return not catalogue.knows(session_id)
 
-    def _notes(self, added: Iterable[Note]) -> list[Note]:
+    def _notes(self, added: Iterable[FileUpdate]) -> list[FileUpdate]:
         return [note._replace(file=note.file._replace(uri=self._reported_uri(note.file.uri))) for note in added]
 
     def _reported_uri(self, uri: str) -> str:

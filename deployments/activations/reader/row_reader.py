@@ -31,7 +31,7 @@ class RowBatch(NamedTuple):
     run: torch.Tensor  # the run, an index of `runs` of what the batch is of, int64 `[rows]`
 
 
-class _Lying(NamedTuple):
+class _MappedColumn(NamedTuple):
     """A column in memory: its rows begin at multiples of `unit` bytes; each block's row 0 at `first` of them."""
 
     column: Column
@@ -64,7 +64,7 @@ class RowReader:
         firsts = np.flatnonzero(np.append(True, ~goes_on))
         self._joined = firsts, np.append(index.starts[firsts], index.starts[-1])
         self._columns = {
-            name: _lying(memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
+            name: _mapped_column(memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
         }
 
     def take(self, numbers: np.ndarray) -> RowBatch:
@@ -72,13 +72,13 @@ class RowReader:
         block = np.searchsorted(self._index.starts, numbers, side="right") - 1
         within = numbers - self._index.starts[block]
         buffer, begins = self._room(len(numbers))
-        for lying, begin in zip(self._columns.values(), begins, strict=True):
-            rows = lying.first[block] + within * (lying.column.width // lying.unit)
-            words = _values(buffer, begin, lying.rows.dtype, (len(numbers), lying.rows.shape[1]))
+        for mapped, begin in zip(self._columns.values(), begins, strict=True):
+            rows = mapped.first[block] + within * (mapped.column.width // mapped.unit)
+            words = _values(buffer, begin, mapped.rows.dtype, (len(numbers), mapped.rows.shape[1]))
             if words.shape[1] == 1:  # numpy is the faster one for rows of a word
-                words.numpy()[:, 0] = lying.rows.numpy()[rows, 0]
+                words.numpy()[:, 0] = mapped.rows.numpy()[rows, 0]
             else:
-                torch.index_select(lying.rows, 0, torch.from_numpy(rows), out=words)
+                torch.index_select(mapped.rows, 0, torch.from_numpy(rows), out=words)
         return self._batch(buffer, begins, block)
 
     def between(self, first: int, end: int) -> RowBatch:
@@ -86,10 +86,10 @@ class RowReader:
         firsts, starts = self._joined
         spans = [(int(firsts[block]), skipped, rows) for block, skipped, rows in blocks_between(starts, first, end)]
         buffer, begins = self._room(end - first)
-        for lying, begin in zip(self._columns.values(), begins, strict=True):
-            to, width = begin, lying.column.width
+        for mapped, begin in zip(self._columns.values(), begins, strict=True):
+            to, width = begin, mapped.column.width
             for block, skipped, rows in spans:
-                of, size = int(lying.first[block]) * lying.unit + skipped * width, rows * width
+                of, size = int(mapped.first[block]) * mapped.unit + skipped * width, rows * width
                 buffer[to : to + size] = self._memory[of : of + size]
                 to += size
         block, last = np.searchsorted(self._index.starts, [first, end - 1], side="right") - 1
@@ -99,15 +99,15 @@ class RowReader:
     def _room(self, rows: int) -> tuple[np.ndarray, list[int]]:
         """Memory for a batch, and where in it each column begins: at a cache line."""
         begins, end = list[int](), 0
-        for lying in self._columns.values():
+        for mapped in self._columns.values():
             begins.append(end)
-            end += -(-rows * lying.column.width // _LINE) * _LINE
+            end += -(-rows * mapped.column.width // _LINE) * _LINE
         return self._buffers.take(end), begins
 
     def _batch(self, buffer: np.ndarray, begins: list[int], block: np.ndarray) -> RowBatch:
         values = {
-            name: _values(buffer, begin, lying.column.dtype, (len(block), *lying.column.shape))
-            for (name, lying), begin in zip(self._columns.items(), begins, strict=True)
+            name: _values(buffer, begin, mapped.column.dtype, (len(block), *mapped.column.shape))
+            for (name, mapped), begin in zip(self._columns.items(), begins, strict=True)
         }
         token_id, position = values.pop("token_id"), values.pop("position")
         generated, run = torch.from_numpy(self._index.generated[block]), torch.from_numpy(self._index.run[block])
@@ -144,11 +144,11 @@ def _map(path: Path, least: int) -> torch.Tensor:
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
 
-def _lying(memory: torch.Tensor, column: Column, begins: np.ndarray) -> _Lying:
+def _mapped_column(memory: torch.Tensor, column: Column, begins: np.ndarray) -> _MappedColumn:
     unit = int(np.gcd.reduce(np.append(begins, column.width)))
     word = _WORDS[gcd(unit, 8)]
     words = memory[: len(memory) // word.itemsize * word.itemsize].view(word)
     width, stride = column.width // word.itemsize, unit // word.itemsize
     # A row from every place where one can begin; they overlap, and each row that there is is one of them.
     rows = words.as_strided(((len(words) - width) // stride + 1, width), (stride, 1))
-    return _Lying(column, unit, begins // unit, rows)
+    return _MappedColumn(column, unit, begins // unit, rows)

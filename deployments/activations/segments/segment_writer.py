@@ -45,7 +45,7 @@ class Segment:
         # Arrow writes to the file itself: a call of Python for each buffer would wait for the lock of the interpreter.
         self._sink = pa.OSFile(f"/dev/fd/{self._descriptor}", "ab")
         self._writer = new_file(self._sink, schema)  # writes nothing before the first batch
-        self._synced = self._syncing = _Place(0, 0, 0)
+        self._synced = self._syncing = _WrittenExtent(0, 0, 0)
         self._modified_ns: int | None = None
         self._rewound = False
 
@@ -97,7 +97,7 @@ class Segment:
 
     def begin_sync(self) -> None:
         """What is written by now is what `sync` makes durable."""
-        self._syncing = _Place(self.length, self.rows, self._end)
+        self._syncing = _WrittenExtent(self.length, self.rows, self._end)
 
     def sync(self) -> None:
         """Make it and its name durable, while more is written; after an OSError call `fall_back`."""
@@ -178,7 +178,7 @@ class Segment:
             self._syncing = self._syncing._replace(written=min(self._syncing.written, length))
 
 
-class _Place(NamedTuple):
+class _WrittenExtent(NamedTuple):
     """How far a file was written."""
 
     length: int  # bytes of whole runs
@@ -186,7 +186,7 @@ class _Place(NamedTuple):
     written: int  # bytes, those of a run that is not finished included
 
 
-class Compared(io.RawIOBase):
+class ComparingWriter(io.RawIOBase):
     """A sink for Arrow: it compares with the first `length` bytes of a file, and writes what follows to `rest`.
 
     `same` is whether all bytes were alike; without `rest`, there may be no more.
@@ -226,7 +226,7 @@ def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> None:
     for version in (pa.__version__, "another"):
         with open(descriptor, "wb", closefd=False) as file, path.open("rb") as there:
             os.lseek(descriptor, length, os.SEEK_SET)
-            sink = Compared(there, length, file)
+            sink = ComparingWriter(there, length, file)
             writer = new_file(sink, schema, version)
             for batch in batches_of(path):
                 writer.write_batch(batch.select(), custom_metadata=batch.metadata)

@@ -18,7 +18,7 @@ from deployments.activations.segments import checksums
 from deployments.activations.segments.batches import AnyFile, as_file, batches_of
 from deployments.activations.segments.checksums import BATCH, KEY, LAYOUT, RUN
 from deployments.activations.segments.schema import BatchFacts, batch_facts
-from deployments.activations.segments.segment_writer import VERSION, Compared
+from deployments.activations.segments.segment_writer import VERSION, ComparingWriter
 from deployments.activations.segments.segments import footer, is_sealed, whole_runs
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
@@ -118,7 +118,7 @@ def _is_written_alike(path: Path) -> bool:
     if said and said[VERSION] != pa.__version__:
         return True
     with path.open("rb") as file:
-        sink, writer = Compared(file, path.stat().st_size), None
+        sink, writer = ComparingWriter(file, path.stat().st_size), None
         for batch in batches_of(path):
             writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=given or None)
             writer.write_batch(batch.select(), custom_metadata=batch.metadata)

@@ -59,7 +59,7 @@ class Nodes(State):
         self.mark_lost()
 
     def mark_lost(self, now: float | None = None) -> None:
-        """Say which nodes have lost their disk by a time in Unix seconds: see `Node`."""
+        """Record which nodes have lost their disk by a time in Unix seconds: see `Node`."""
         now, nodes = time.time() if now is None else now, self.all().values()
         there = {one.name for one in nodes if self.is_alive(one)}
         self._away = {one.key: self._away.get(one.key, now) for one in nodes if not self.is_alive(one)}
@@ -71,7 +71,7 @@ class Nodes(State):
     def begin_deletion(
         self, session_id: str, fence: str | None, last: float | None, holding: Collection[str | None]
     ) -> None:
-        """Have nodes delete a session: those in `holding`, by key, and all that are not lost.
+        """Let nodes delete a session: those in `holding`, by key, and all that are not lost.
 
         The latter may hold runs that they have not reported. Nodes that are away delete when they come back.
         """

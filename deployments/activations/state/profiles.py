@@ -18,7 +18,7 @@ MAX_BYTES = 1 << 20  # of one
 _LISTED = "name, NULLIF(owner, ''), model, description, created, is_default"
 
 
-class _Kept(NamedTuple):
+class _StoredProfile(NamedTuple):
     """A stored profile; `created` is in Unix seconds, `body` what it does, left out of lists."""
 
     name: str
@@ -31,9 +31,9 @@ class _Kept(NamedTuple):
 
     def as_json(self, account: Account) -> dict[str, Any]:
         """The same for an answer."""
-        told = {name: getattr(self, name) for name in ("name", "model", "description", "created")}
-        told |= {"object": "intervention_profile", "default": bool(self.is_default)}
-        return {**json.loads(self.body), **told, **({} if account.owner is None else {"owner": self.owner})}
+        listed = {name: getattr(self, name) for name in ("name", "model", "description", "created")}
+        listed |= {"object": "intervention_profile", "default": bool(self.is_default)}
+        return {**json.loads(self.body), **listed, **({} if account.owner is None else {"owner": self.owner})}
 
 
 class StoredProfiles(State):
@@ -49,7 +49,7 @@ class StoredProfiles(State):
 
         A default is among them also where the account has a profile of its name, since it applies to their requests.
         """
-        kept = self._kept("ORDER BY name, owner", columns=_LISTED)
+        kept = self._stored("ORDER BY name, owner", columns=_LISTED)
         own = {one.name for one in kept if one.owner == account.owner}
         seen = [
             one
@@ -72,9 +72,11 @@ class StoredProfiles(State):
             message = f"{size} bytes, and a profile has {MAX_BYTES} at most: send vectors as tensor files"
             raise RequestError(message, None, "profile_too_large", 413)
         most = MAX_PROFILES if account.is_admin else min(most, MAX_PROFILES)
-        new = _Kept(profile.name, account.owner, profile.model, profile.description, time.time(), profile.default, body)
+        new = _StoredProfile(
+            profile.name, account.owner, profile.model, profile.description, time.time(), profile.default, body
+        )
         with self.change() as database:
-            own = {one.name: one for one in self._kept("WHERE owner = ?", account.owner or "", columns=_LISTED)}
+            own = {one.name: one for one in self._stored("WHERE owner = ?", account.owner or "", columns=_LISTED)}
             if len(own.keys() - {new.name}) >= most:
                 raise RequestError(f"there are {most} profiles: delete some", None, "profile_store_full")
             is_news = new.is_default or (new.name in own and own[new.name].is_default)
@@ -97,7 +99,7 @@ class StoredProfiles(State):
         version = self._version  # before the rest: what changes meanwhile is news once more
         if version == known:
             return None
-        return version, {one.model: one.as_json(OPERATOR) for one in self._kept("WHERE is_default") if one.model}
+        return version, {one.model: one.as_json(OPERATOR) for one in self._stored("WHERE is_default") if one.model}
 
     def delete(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
         """Delete a profile, found as by `get`; false if the account may change none. Defaults are admins'."""
@@ -111,8 +113,8 @@ class StoredProfiles(State):
         self._tell(kept.is_default)
         return True
 
-    def _find(self, name: str, account: Account, owner: str | None) -> _Kept | None:
-        of_name = self._kept("WHERE name = ? ORDER BY model", name) if name.isascii() else []
+    def _find(self, name: str, account: Account, owner: str | None) -> _StoredProfile | None:
+        of_name = self._stored("WHERE name = ? ORDER BY model", name) if name.isascii() else []
         by_owner = {one.owner: one for one in of_name}
         if owner is not None:
             return by_owner.get(owner) if account.may_change(owner) else None
@@ -120,11 +122,11 @@ class StoredProfiles(State):
         found = [by_owner[one] for one in own if one in by_owner] + [one for one in of_name if one.is_default]
         return found[0] if found else None
 
-    def _kept(self, which: str, *values: Any, columns: str = f"{_LISTED}, body") -> Sequence[_Kept]:
-        return [_Kept(*row) for row in self.rows(f"SELECT {columns} FROM profiles {which}", *values)]
+    def _stored(self, which: str, *values: Any, columns: str = f"{_LISTED}, body") -> Sequence[_StoredProfile]:
+        return [_StoredProfile(*row) for row in self.rows(f"SELECT {columns} FROM profiles {which}", *values)]
 
     def _tell(self, is_news: bool) -> None:
-        """Have `defaults` give another version, if they changed; versions grow, also where the clock goes back."""
+        """Give `defaults` a new version after a change; versions increase even if the clock is set back."""
         if is_news:
             self._version = max(self._version + 1, time.time_ns())
 

@@ -149,7 +149,7 @@ class State:
                     database.execute(statement)
                 folders = earlier.take_over(database, self._path.parent)
             earlier.put_aside(self._path.parent, folders)
-        except BaseException:
+        except BaseException:  # any error: close, then re-raise
             database.close()
             raise
         return database

@@ -17,7 +17,7 @@ from deployments.activations.uploads.files import ClientFile, ClientFiles
 from deployments.points.readouts import ReadoutSpec
 from deployments.readouts.checks import Definition, define
 
-_KEPT = "vitrine"  # of a file's metadata: the readout's id, the entries of a row that it reads, and its values
+_METADATA_KEY = "vitrine"  # of a file's metadata: the readout's id, the entries of a row that it reads, and its values
 
 
 class ReadoutFiles(ClientFiles):
@@ -30,7 +30,7 @@ class ReadoutFiles(ClientFiles):
         """What the file's metadata say."""
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-        id, hidden, values = json.loads(metadata[_KEPT])
+        id, hidden, values = json.loads(metadata[_METADATA_KEY])
         return id, _about(ReadoutSpec.model_validate_json(metadata["spec"]), hidden, values)
 
     def put(
@@ -44,7 +44,7 @@ class ReadoutFiles(ClientFiles):
         """Store a readout with its spec, as `keep` does. RequestError if it is not a valid readout."""
         defined = define(data, spec)
         id = _id(defined)
-        metadata = {"spec": _spec_json(defined.spec), _KEPT: json.dumps([id, defined.hidden, defined.size])}
+        metadata = {"spec": _spec_json(defined.spec), _METADATA_KEY: json.dumps([id, defined.hidden, defined.size])}
         kept = save(defined.tensors, metadata)
         about = _about(defined.spec, defined.hidden, defined.size)
         new = ClientFile(defined.spec.name, account.owner, id, len(kept), 0.0, about)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Entry, Note, StoredRun, explain
+from deployments.activations.facts import Entry, FileUpdate, StoredRun, explain
 from deployments.activations.files.disk import directory
 from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.writer.open_runs import OpenRuns
@@ -60,7 +60,7 @@ class Commits:
         self._written.setdefault(segment, []).extend(answers)
 
     def begin(self) -> None:
-        """Have what is written made durable, unless a group is already."""
+        """Make written rows durable, unless a group commit is already running."""
         if self._syncs or not self._written:
             return
         written, self._written = self._written, {}
@@ -90,7 +90,9 @@ class Commits:
                 durable += [sync] if sync.runs else []
         if durable:
             stored = [(sync.segment, [entry for _, entry in sync.runs]) for sync in durable]
-            self._catalogue.add(*(Note(segment.session_id, entries, segment.facts()) for segment, entries in stored))
+            self._catalogue.add(
+                *(FileUpdate(segment.session_id, entries, segment.facts()) for segment, entries in stored)
+            )
         for sync in durable:
             for future, entry in sync.runs:
                 future.set_result(entry.stored())

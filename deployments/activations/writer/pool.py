@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Note
+from deployments.activations.facts import FileUpdate
 from deployments.activations.files.disk import Mount
 from deployments.activations.segments.segment_writer import Segment
 
@@ -136,9 +136,9 @@ class Pool:
             self._tell(wait_for=[next(iter(self._closing))])
 
     def _tell(self, wait_for: Collection[Segment] = ()) -> None:
-        """Tell the catalogue of the segments that are closed."""
+        """Report closed segments to the catalogue."""
         told = [segment for segment, done in self._closing.items() if done.done() or segment in wait_for]
         for segment in told:
             self._closing.pop(segment).result()
-        if added := [Note(segment.session_id, (), segment.facts()) for segment in told if segment.rows]:
+        if added := [FileUpdate(segment.session_id, (), segment.facts()) for segment in told if segment.rows]:
             self._catalogue.add(*added)

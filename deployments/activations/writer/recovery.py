@@ -19,7 +19,7 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from deployments.activations.catalogue.database import can_hold, sealed_files
-from deployments.activations.facts import Note, StoredFile, StoreError, names_a_session
+from deployments.activations.facts import FileUpdate, StoredFile, StoreError, names_a_session
 from deployments.activations.files.disk import DELETED, NEW, PULLED, directory, files_of, remove_unfinished, take, write
 from deployments.activations.files.machines import Heartbeat
 from deployments.activations.files.places import DamagedError
@@ -158,7 +158,7 @@ def _recover_file(path: Path, folder: int) -> None:
         os.close(file)
 
 
-def seal_left(path: Path, known: Collection[str]) -> Note | None:
+def seal_left(path: Path, known: Collection[str]) -> FileUpdate | None:
     """Seal a session's file that nobody writes any more, as `recover`; the file and its runs whose ids are not `known`.
 
     None where it is being written, or gone. OSError or ArrowException if it cannot be sealed.
@@ -173,7 +173,7 @@ def seal_left(path: Path, known: Collection[str]) -> Note | None:
         return None
     rows = sum(entry.rows for entry in entries)
     file = StoredFile(path.as_uri(), state.st_size, True, rows, state.st_mtime_ns)
-    return Note(path.parent.name, [entry for entry in entries if entry.facts.run_id not in known], file)
+    return FileUpdate(path.parent.name, [entry for entry in entries if entry.facts.run_id not in known], file)
 
 
 def _changed(run: WholeRun) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import OPERATOR, Account, Note, StoreError, name_of
+from deployments.activations.facts import OPERATOR, Account, FileUpdate, StoreError, name_of
 from deployments.activations.files.disk import DELETED, directory, scan_session
 from deployments.activations.limits import Retention, SessionSize, oldest
 from deployments.activations.state.nodes import node_of
@@ -148,7 +148,7 @@ class SessionManager:
 
     # ---- other nodes
 
-    def note(self, key: str, notes: Sequence[Note], asked: Collection[str]) -> dict[str, str]:
+    def note(self, key: str, notes: Sequence[FileUpdate], asked: Collection[str]) -> dict[str, str]:
         """List runs that another node's writer stored; which sessions of these and of `asked` get no more, and why."""
         gone = {deletion.session_id for deletion in self._nodes.deletions(key)} if key and self._nodes else set[str]()
         refused = {session_id: f"Session {session_id} is being deleted: send the request again." for session_id in gone}

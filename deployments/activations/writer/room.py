@@ -16,7 +16,7 @@ from deployments.activations.files.disk import NEW, Mount, create, directory
 _EVERY_S = 1.0  # a disk is tried so often at most, however many ask
 
 
-class Room:
+class DiskCheck:
     """Tries the disk of a store's directory, absolute and no link."""
 
     def __init__(self, root: Path) -> None:

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import pyarrow as pa
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import OPERATOR, Account, Note, RunFacts, RunName, StoredRun, StoreError, explain
+from deployments.activations.facts import (
+    OPERATOR,
+    Account,
+    FileUpdate,
+    RunFacts,
+    RunName,
+    StoredRun,
+    StoreError,
+    explain,
+)
 from deployments.activations.files.places import path_of
 from deployments.activations.limits import Retention
 from deployments.activations.segments.checksums import described
@@ -49,7 +58,7 @@ _LOOK_S = 60.0  # between two looks for sessions that are too old, and files tha
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
 
-class _Request(NamedTuple):
+class _QueuedCall(NamedTuple):
     """A call for the thread: in its turn, or `behind` the commits of its round."""
 
     work: Callable[[], Any]
@@ -80,7 +89,7 @@ class Writer:
         nodes: Nodes | None = None,
     ) -> None:
         self._root, self._catalogue = root, catalogue
-        self._queue: SimpleQueue[_Request | None] = SimpleQueue()  # None: something is synced, closed, or at its end
+        self._queue: SimpleQueue[_QueuedCall | None] = SimpleQueue()  # None: something is synced, closed, or at its end
         wake = partial(self._queue.put, None)
         self._pool = Pool(root, catalogue, segment_bytes, open_segments, idle_s, wake)
         self._manager = SessionManager(root, catalogue, self._pool, owners, archive, nodes)
@@ -172,7 +181,7 @@ class Writer:
         self._commits.close()
 
     def _put(self, work: Callable[[], Any], behind: bool = False) -> Future[Any]:
-        request = _Request(work, Future(), behind)
+        request = _QueuedCall(work, Future(), behind)
         with self._closing:  # nothing is queued after the end
             if self._closed:
                 raise StoreError("The activation store is shutting down: send the request again")
@@ -216,7 +225,7 @@ class Writer:
         last = self._closed
         if last:  # nothing more comes
             requests += self._queued()
-        behind = list[_Request]()
+        behind = list[_QueuedCall]()
         while requests:
             request = requests.popleft()
             if not requests and time.monotonic() < until:  # what came while this was written shares its commit
@@ -242,7 +251,7 @@ class Writer:
             self._expire(time.time()).add_done_callback(self._log)
         return not last
 
-    def _waiting(self) -> deque[_Request]:
+    def _waiting(self) -> deque[_QueuedCall]:
         """All that waits, or nothing once something is due."""
         self._asked = [future for future in self._asked if not future.done()]
         due = min(self._pool.due, self._runs.due, self._look)
@@ -253,7 +262,7 @@ class Writer:
             return deque()
         return self._queued(first)
 
-    def _queued(self, first: _Request | None = None) -> deque[_Request]:
+    def _queued(self, first: _QueuedCall | None = None) -> deque[_QueuedCall]:
         """This request and all that are queued; each must get a result or an error."""
         requests = deque([first] if first else [])
         while not self._queue.empty():  # this thread alone takes from it
@@ -262,7 +271,7 @@ class Writer:
         self._asked += [request.future for request in requests]
         return requests
 
-    def _do(self, request: _Request) -> None:
+    def _do(self, request: _QueuedCall) -> None:
         try:
             result = request.work()
         except OSError as error:
@@ -345,7 +354,7 @@ class Writer:
             if not self._closed:
                 logger.error("files without a footer are sealed later: %s", error)
 
-    def _add_left(self, note: Note) -> None:
+    def _add_left(self, note: FileUpdate) -> None:
         if path_of(note.file.uri).exists():  # its session was not deleted meanwhile
             self._catalogue.add(note)
 

@@ -1,4 +1,4 @@
-"""The rows that one request records, until they are handed out."""
+"""The rows that one request records, until they are taken."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from deployments.points.capture import Capture
 from deployments.points.patterns import Patterns
 from deployments.points.token_choices import resolve
 
-PIECE_BYTES = 16 << 20  # at most, after which rows go out
+PIECE_BYTES = 16 << 20  # a buffer with this many bytes releases its rows
 
 
 class CaptureError(ValueError):
-    """What was recorded cannot be given as asked; the message says why."""
+    """Recorded rows cannot be returned as requested; the message gives the reason."""
 
 
 class CaptureBuffer:
-    """What one request records, as it grows.
+    """The recorded rows of one request.
 
-    Each point's rows lie one after the other in a buffer of their own on the host, and are handed out as they lie.
-    Those of attention patterns, each wider than the last, are held one by one.
+    Each point has one host buffer with consecutive rows. Attention patterns are kept row by row, because each row is
+    wider than the last.
 
     Attributes:
-        points: The points it reads.
-        rows: How many tokens have passed, recorded or not wanted.
-        since: The recorder's step from which on its rows are not cut out yet.
-        bytes: Host memory that its rows take, until they are handed out.
-        piece_bytes: How many make it hand them out; None where they stay with it until its end.
-        grows: Whether there are attention patterns among its points.
-        reserve: The most bytes it holds until its end, where only the last rows are wanted, or a few; else 0.
+        points: The recorded points.
+        rows: The number of tokens processed, recorded or not.
+        since: The ring's first step whose rows this buffer does not have yet.
+        bytes: Host memory of its rows.
+        piece_bytes: The size at which `flush` returns rows; None to keep all rows until the end.
+        grows: Whether its points include attention patterns.
+        reserve: The most bytes it keeps until the end, if it records only the last rows or a few; else 0.
     """
 
     def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int, max_tokens: int) -> None:
         """Initialize an empty buffer.
 
         Args:
-            capture: What is asked for.
+            capture: The request's capture field.
             points: Its points.
-            prompt_tokens: The prompt's length.
-            max_tokens: The most that are generated.
+            prompt_tokens: Length of the prompt.
+            max_tokens: The most new tokens.
         """
         self.points = points
         self.rows = 0
@@ -61,10 +61,10 @@ class CaptureBuffer:
         self._failed: str | None = None
         self._capture = capture
         self._prompt = prompt_tokens
-        self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no token after it is recorded
-        self._next = 0  # the first token that was not handed out, recorded or not
-        self._buffers: dict[str, torch.Tensor] = {}  # point name -> [rows that fit, ...features]
-        self._filled = 0  # rows in each of them
+        self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no later token is recorded
+        self._next = 0  # the first token not returned yet, recorded or not
+        self._buffers: dict[str, torch.Tensor] = {}  # point name -> [capacity, ...features]
+        self._filled = 0  # rows in each buffer
         self._patterns = {point.name: PatternRows() for point in points if point.place.grows}
         self._at: dict[Place, list[Point]] = {}
         for point in points:
@@ -72,33 +72,33 @@ class CaptureBuffer:
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether rows of prompt tokens are kept."""
+        """Whether prompt tokens are recorded."""
         return bool(self._tokens.within(0, self._prompt))
 
     @property
     def wants_generated(self) -> bool:
-        """Whether rows of generated tokens are kept; then the last one is run through too."""
+        """Whether generated tokens are recorded; the last one then runs through the model, too."""
         tokens, generates = self._tokens, self._capture.mode == "generate"
         return generates and (tokens.stop is None or tokens.stop > self._prompt)
 
     @property
     def next_wanted(self) -> int:
-        """The first position whose row is still to be recorded, or may be."""
+        """The first position that is still to be recorded, or may be."""
         if not self.wants_prompt and not self.wants_generated:
             return self._stop
         first = max(self.rows, self._tokens.first)
         return max(first, self._prompt - self._tokens.tail) if self._tokens.tail else first
 
     def reads(self, place: Place) -> bool:
-        """Whether one of its points is there."""
+        """Whether one of its points is at this place."""
         return place in self._at
 
     def write(self, place: Place, value: torch.Tensor, first: int) -> None:
-        """Copy what is wanted of a place's rows; it counts when `keep` says so.
+        """Copy the requested rows of a place; `keep` makes them count.
 
         Args:
             place: The place.
-            value: Of consecutive tokens, `[tokens, ...]`.
+            value: Rows of consecutive tokens, `[tokens, ...]`.
             first: The first token's position.
         """
         if self._failed or place not in self._at or not (wanted := self._wanted(first, len(value))):
@@ -119,7 +119,7 @@ class CaptureBuffer:
             self._buffers[point.name][self._filled : stop] = rows[..., self._features]
 
     def keep(self, first: int, rows: int) -> None:
-        """Count rows that were written for every place, which follow those that counted before."""
+        """Count rows that `write` has copied for every place; they follow the rows counted before."""
         if self._failed or not (wanted := self._wanted(first, rows)):
             return
         tail = self._tokens.tail
@@ -135,23 +135,23 @@ class CaptureBuffer:
         self.bytes = held + sum(patterns.bytes for patterns in self._patterns.values())
 
     def require(self, came: Collection[Place]) -> None:
-        """Give up where a forward has not come to a place that is read."""
+        """Stop recording if a forward pass did not reach a place that is read."""
         if missed := sorted({point.module for point in self.points if point.place not in came}):
             self.give_up(f"a forward pass did not run {', '.join(missed)}")
 
     def size(self, start: int, count: int) -> int:
-        """Bytes of the rows that so many tokens from position `start` on bring."""
+        """Bytes of the rows of `count` tokens from position `start` on."""
         first = max(start, self.rows, self._next)
         return self._sizes.of(self._wanted(first, max(0, min(start + count, self._stop) - first)))
 
     def bearable(self, start: int, most: int, least: int, room: int) -> int:
-        """How many tokens a prefill may have for their rows to fit into memory.
+        """How many tokens a prefill may have so that their rows fit into memory.
 
         Args:
             start: The position of the first.
-            most: The most that are asked for.
-            least: So many may run in any case, or fewer where their rows are more than a piece.
-            room: Bytes of memory for rows that is left.
+            most: The most tokens wanted.
+            least: This many may always run, or fewer if their rows exceed one piece.
+            room: Bytes left for rows.
         """
 
         def size(tokens: int) -> int:
@@ -161,13 +161,13 @@ class CaptureBuffer:
         return max(1, fitting, bisect_right(range(1, least + 1), PIECE_BYTES, key=size))
 
     def flush(self, token_ids: Callable[[], Sequence[int]]) -> Captured | None:
-        """Hand out the rows gathered so far; None where they are too few, or only the last ones are wanted.
+        """Return the rows gathered so far; None if they are too few, or if only the last ones are wanted.
 
         Args:
-            token_ids: Gives the token ids of prompt and generation.
+            token_ids: Returns the token ids of prompt and answer.
 
         Raises:
-            CaptureError: A value has no finite float16, and that was asked for.
+            CaptureError: float16 was requested, and a value exceeds its range.
         """
         if (
             self._tokens.tail
@@ -181,14 +181,14 @@ class CaptureBuffer:
         return self._hand_out(self._tokens.within(self._next, stop), stop, token_ids())
 
     def finish(self, token_ids: Sequence[int]) -> Captured:
-        """The rows of a request that has come to its end, but for those that were handed out before.
+        """The remaining rows of a request that has ended.
 
         Args:
-            token_ids: The token ids of prompt and generation.
+            token_ids: The token ids of prompt and answer.
 
         Raises:
-            CaptureError: A value has no finite float16, and that was asked for; there was no memory for the rows,
-                or a forward did not come to all places.
+            CaptureError: float16 was requested, and a value exceeds its range; there was no memory for the rows; or a
+                forward pass did not reach every place.
         """
         if self._failed:
             raise CaptureError(self._failed)
@@ -197,20 +197,20 @@ class CaptureBuffer:
         return self._hand_out(positions, stop, token_ids)
 
     def give_up(self, reason: str) -> None:
-        """Keep no more rows; `finish` says why."""
+        """Record no more rows; `finish` raises with this reason."""
         self._failed = reason
         self._let_go()
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """While open, an error ends what is recorded, and nothing else."""
+        """A context in which an error ends the recording and nothing else."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             self.give_up(str(error))
 
     def _wanted(self, first: int, count: int) -> Sequence[int]:
-        """The positions of those of consecutive tokens that are recorded, or may turn out to be the last."""
+        """Which of `count` consecutive tokens are recorded, or may turn out to be among the last."""
         found = self._tokens.within(first, first + count)
         return found[-self._tokens.tail :] if self._tokens.tail else found
 
@@ -236,7 +236,7 @@ class CaptureBuffer:
         return Captured(positions, [token_ids[position] for position in positions], values)
 
     def _given(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """A buffer's rows in the dtype asked for; copied where they would keep a far larger buffer from being freed."""
+        """The first rows of a buffer in the requested dtype; a copy if a view would keep a far larger buffer alive."""
         dtype = DTYPES.get(self._capture.dtype, rows.dtype)
         if dtype == rows.dtype:
             return rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows
@@ -251,11 +251,11 @@ class CaptureBuffer:
         self._filled = self.bytes = 0
 
     def _make_room(self, rows: int) -> None:
-        """Have buffers for so many rows."""
+        """Ensure that the buffers have space for this many rows."""
         room = len(next(iter(self._buffers.values()))) if self._buffers else 0
         if rows <= room:
             return
-        # A window of decoded rows may come when a piece is all but full.
+        # A window of decoded rows may arrive when a piece is nearly full.
         token_bytes = self._sizes.of(range(self.rows, self.rows + 1))
         usual = (self.reserve or (self.piece_bytes or PIECE_BYTES) * 3 // 2) // token_bytes
         most = len(self._tokens.within(self._next, self._stop))
@@ -265,7 +265,7 @@ class CaptureBuffer:
         self._buffers = larger
 
     def _empty(self, rows: int) -> dict[str, torch.Tensor]:
-        """Buffers for so many rows."""
+        """Buffers for this many rows."""
         empty = {}
         for point in self.points:
             if point.place.grows:
@@ -285,12 +285,12 @@ class CaptureBuffer:
 
 
 def joined(parts: Sequence[Captured]) -> Captured:
-    """Rows that were handed out one part after the other, as one."""
+    """Join consecutive parts of a recording."""
     if len(parts) == 1:
         return parts[0]
     values = {name: _joined([part.values[name] for part in parts]) for name in parts[0].values}
     token_ids = [token for part in parts for token in part.token_ids]
-    positions = [position for part in parts for position in part.positions]  # consecutive: others come in one part
+    positions = [position for part in parts for position in part.positions]  # consecutive; other rows come in one part
     return Captured(range(positions[0], positions[-1] + 1) if positions else range(0), token_ids, values)
 
 

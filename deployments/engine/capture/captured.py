@@ -1,23 +1,23 @@
-"""Recorded rows as they are handed out."""
+"""Recorded rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
+if TYPE_CHECKING:  # the HTTP layer imports this module, and needs no torch
     import torch
 
     from deployments.points.patterns import Patterns
 
 
 class Captured(NamedTuple):
-    """What was recorded of a request.
+    """The recorded rows of a request.
 
     Attributes:
-        positions: [rows] index of each row's token in prompt + generated, ascending.
-        token_ids: [rows] the token itself.
-        values: Point name -> [rows, ...features], on the CPU; of attention patterns, rows that grow.
+        positions: [rows] index of each row's token in prompt + answer, ascending.
+        token_ids: [rows] each row's token.
+        values: Point name -> [rows, ...features], on the CPU; the rows of attention patterns grow.
     """
 
     positions: Sequence[int]
@@ -26,5 +26,5 @@ class Captured(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Memory that the values take."""
+        """Memory of the values."""
         return sum(value.nbytes for value in self.values.values())

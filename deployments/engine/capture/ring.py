@@ -1,4 +1,4 @@
-"""Recording activations: one read per point and step for the whole batch, cut to each sequence's rows."""
+"""The ring: one read for each point and step of the whole batch, split into each sequence's rows later."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.capture.row_sizes import SPARE_ROWS
 from deployments.places.place import Place
 
-WINDOW_BYTES = 32 << 20  # of the ring in which decoded rows gather before they are cut to requests, on a CPU
-GPU_PART = 128  # of a GPU's memory, one part is the ring's: each window costs a copy for each request and place
-BUDGET_PART = 4  # of a CPU's memory for recorded rows, the ring takes no more than one part beside it
-WINDOW_STEPS = SPARE_ROWS  # of a request for its last rows, what a window brings is spare
+WINDOW_BYTES = 32 << 20  # on a CPU: size of the ring in which decoded rows gather before they are split by request
+GPU_PART = 128  # the ring takes this fraction of a GPU's memory; each window costs a copy for each request and place
+BUDGET_PART = 4  # the ring takes at most this fraction of a CPU's memory for recorded rows, in addition to it
+WINDOW_STEPS = SPARE_ROWS  # for a request for its last rows, all rows of a window are spare
 
 
 def window_bytes(device: torch.device, budget: int | None) -> int:
-    """Bytes of a device's ring.
+    """Bytes of the ring on a device.
 
     Args:
         device: The device.
-        budget: Bytes of host memory for recorded rows; None for any number.
+        budget: Bytes of host memory for recorded rows; None for no limit.
     """
     if device.type == "cuda":
         return max(WINDOW_BYTES, torch.cuda.mem_get_info(device)[1] // GPU_PART)
@@ -30,7 +30,7 @@ def window_bytes(device: torch.device, budget: int | None) -> int:
 
 
 def places_of(recordings: Iterable[CaptureBuffer]) -> list[Place]:
-    """What these read, in the order of execution."""
+    """The places that these buffers read, in the order of execution."""
     places = {point.place for recording in recordings for point in recording.points}
     return sorted(places, key=lambda place: place.order)
 
@@ -38,39 +38,39 @@ def places_of(recordings: Iterable[CaptureBuffer]) -> list[Place]:
 class CaptureRing:
     """Gathers decoded rows of all recording sequences in a ring on the model's device.
 
-    Each step writes one [sequences, ...] block per place; a sequence's rows are cut out when the ring is full, or when
-    the sequence leaves. So a step costs one copy per place, however many sequences record, and tensors leave the device
-    once per window. Attention patterns, of another width in each step, leave it in that step, and so do the other rows
-    of who records them.
+    Each step writes one [sequences, ...] block for each place. A sequence's rows are copied out when the ring is full,
+    or when the sequence leaves. A step therefore costs one copy for each place, however many sequences record, and
+    tensors leave the device once per window. Attention patterns have another width in each step, so they leave the
+    device in that step, together with the other rows of the same sequence.
 
     Attributes:
-        recordings: Those whose rows the next forward brings, by their column.
+        recordings: The buffers that record the next forward pass, by their column.
     """
 
     def __init__(self, device: torch.device, window: int) -> None:
-        """Initialize a ring without rows.
+        """Initialize an empty ring.
 
         Args:
-            device: Where the rows are.
-            window: Bytes of those that gather, or of one step's where these are more.
+            device: The device of the rows.
+            window: Size in bytes; one step's rows if those are larger.
         """
         self._device = device
         self._window = window
         self._ring: dict[Place, torch.Tensor] = {}  # [steps, columns, ...]
         self._steps = 0
         self._step = 0
-        self._places: list[Place] = []  # that these read, in the order of execution
+        self._places: list[Place] = []  # the places that these read, in the order of execution
         self.recordings: list[CaptureBuffer] = []
 
     def places(self) -> list[Place]:
-        """What the next forward reads."""
+        """The places that the next forward pass reads."""
         return self._places
 
     def arrange(self, decoding: Sequence[CaptureBuffer]) -> Sequence[CaptureBuffer]:
-        """Have columns for those whose rows the next forward brings, and for no others.
+        """Assign columns to exactly these buffers for the next forward pass.
 
         Returns:
-            These, by their column; who was there keeps it as far as can be.
+            The buffers by their column; a buffer keeps its column where possible.
         """
         coming, here = set(decoding), set(self.recordings)
         if coming == here:
@@ -95,10 +95,10 @@ class CaptureRing:
             recording.since = 0
         self._step = 0
         if not fits:
-            columns = 1 << (columns - 1).bit_length()  # room for those that join
+            columns = 1 << (columns - 1).bit_length()  # space for sequences that join
             step_bytes = columns * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
             steps = max(1, min(WINDOW_STEPS, self._window // step_bytes))
-            self._ring, self._steps = {}, 0  # the old one goes before the new one comes
+            self._ring, self._steps = {}, 0  # free the old ring before the new one is allocated
             self._ring = {
                 place: torch.empty(steps, columns, *place.shape, dtype=place.dtype, device=self._device)
                 for place in places
@@ -106,13 +106,13 @@ class CaptureRing:
             self._steps = steps
 
     def take(self, place: Place, value: torch.Tensor) -> None:
-        """Copy a place's rows [columns, ...]. Modules may write over theirs afterwards."""
+        """Copy a place's rows [columns, ...]; the model may overwrite them later."""
         self._ring[place][self._step, : len(value)] = value
 
     def take_patterns(self, place: Place, shown: Iterator[torch.Tensor]) -> None:
-        """Copy attention patterns, [1, heads, keys] of each sequence that reads them: at once.
+        """Copy attention patterns, [1, heads, keys] of each sequence that records them, at once.
 
-        A row's way costs more than its bytes.
+        The fixed cost of a copy exceeds that of a row's bytes.
         """
         for recording in self.recordings:
             if recording.reads(place):
@@ -120,7 +120,7 @@ class CaptureRing:
                     recording.write(place, next(shown).cpu(), recording.rows)
 
     def end(self, came: Collection[Place]) -> None:
-        """Close the step of a forward that came to these places."""
+        """Close the step of a forward pass that reached these places."""
         self._step += 1
         missed = any(place not in came for place in self._places)
         for recording in self.recordings:
@@ -131,7 +131,7 @@ class CaptureRing:
                 self.cut(recording)
 
     def leave(self, recording: CaptureBuffer) -> None:
-        """Cut out what a recording has here, and hold no column for it; the last one moves into its place."""
+        """Copy out a buffer's rows and free its column; the last column moves there."""
         if recording not in self.recordings:
             return
         self.cut(recording)
@@ -143,7 +143,7 @@ class CaptureRing:
         self._places = places_of(self.recordings)
 
     def cut(self, recording: CaptureBuffer) -> None:
-        """Hand a recording its gathered rows; it gives up where there is no memory for them."""
+        """Copy a buffer's gathered rows to it; without memory for them it stops recording."""
         if recording.since < self._step:
             window = slice(recording.since, self._step)
             steps = self._step - recording.since

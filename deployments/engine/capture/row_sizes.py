@@ -1,4 +1,4 @@
-"""How large recorded rows are: some by themselves, attention patterns by the tokens that each token sees."""
+"""Sizes of recorded rows; those of attention patterns depend on the token's position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deployments.points.capture import Capture
 from deployments.points.patterns import keys
 from deployments.points.token_choices import Tokens
 
-SPARE_ROWS = 64  # rows beyond the last ones wanted that gather before they are dropped
+SPARE_ROWS = 64  # rows beyond the requested last ones that gather before they are dropped
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -20,8 +20,8 @@ class RowSizes(NamedTuple):
     """The size of one token's rows of all points, in bytes or in numbers.
 
     Attributes:
-        fixed: The same for every token.
-        each_key: For each token that a token sees, itself included.
+        fixed: The part that is the same for every token.
+        each_key: The part for each token that it attends to, itself included.
     """
 
     fixed: int
@@ -29,14 +29,14 @@ class RowSizes(NamedTuple):
 
     @classmethod
     def bytes(cls, capture: Capture, points: Iterable[Point]) -> RowSizes:
-        """Bytes, in the model's dtype or the one asked for, whichever is larger."""
+        """Bytes, in the model's dtype or the requested one, whichever is larger."""
         asked = DTYPES.get(capture.dtype)
         least = asked.itemsize if asked else 0
         return cls._of(capture, [(point, max(point.place.dtype.itemsize, least)) for point in points])
 
     @classmethod
     def numbers(cls, capture: Capture, points: Iterable[Point]) -> RowSizes:
-        """How many numbers."""
+        """The number of values."""
         return cls._of(capture, [(point, 1) for point in points])
 
     @classmethod
@@ -50,16 +50,16 @@ class RowSizes(NamedTuple):
         return cls(fixed, each_key)
 
     def of(self, positions: Sequence[int]) -> int:
-        """The size of tokens' rows."""
+        """The total size of the rows at these positions."""
         seen = keys(positions) if isinstance(positions, range) else sum(positions) + len(positions)
         return self.fixed * len(positions) + self.each_key * seen
 
     def until_end(self, wanted: Tokens, tokens: int) -> int:
-        """The most held until the end of so many tokens: of rows that are the last ones then, or a few in all."""
+        """The most that is held until the end of `tokens` tokens: the last rows, or the few that are recorded."""
         if wanted.apart:
             return self.of(wanted.of(tokens))
         if not wanted.tail:
             return 0
         rows = min(2 * wanted.tail + SPARE_ROWS, tokens)
-        # Of patterns, none is held beyond the last ones and those that come.
+        # Only the last pattern rows and the new ones are held.
         return self.fixed * rows + self.each_key * keys(range(max(0, tokens - 2 * wanted.tail), tokens))

@@ -1,4 +1,4 @@
 """From logits to an answer: penalties and draws, grammars, logprobs, the logit lens, and text.
 
-`sampling.py` draws the tokens of a step; `sampling_state.py` is what each sequence brings to its draw.
+`sampling.py` draws the tokens of a step; `sampling_state.py` holds the state of each sequence.
 """

@@ -1,4 +1,4 @@
-"""Guided decoding: which tokens a grammar lets a sequence draw next, by llguidance."""
+"""Guided decoding with llguidance: the tokens that a grammar allows next."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from deployments.errors import RequestError
 from deployments.model.model import Model
 
-MOST_CHARACTERS = 128 << 10  # of a grammar with its schemas
+MOST_CHARACTERS = 128 << 10  # of a grammar including its schemas
 MOST_REASON = 400  # characters
-CACHED_GRAMMARS = 16  # compiled grammars that are kept for the next request
-# Lower than the library's own: a grammar holds up a step for some milliseconds and no longer, and keeps some tens of
-# MiB of lexer states at most.
+CACHED_GRAMMARS = 16  # compiled grammars kept for later requests
+# Lower than the library's own: compiling delays a step by a few milliseconds at most, and a grammar keeps at most some
+# tens of MiB of lexer states.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
@@ -30,39 +30,39 @@ LIMITS = LLParserLimits(
 )
 
 
-_compiling = ThreadPoolExecutor(1, "grammar")  # for sequences that go on alone
+_compiling = ThreadPoolExecutor(1, "grammar")  # for sequences that no longer share a grammar
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar.
+    """The state of one sequence in its grammar.
 
-    It is kept when its sequence is preempted. All sequences of a grammar learn its lexer states together. When they
-    have learned as many as the limit allows, each goes on alone, in a grammar that another thread compiles anew.
+    It is kept when its sequence is preempted. All sequences of a grammar share its lexer states, which grow with use.
+    When these reach the limit, each sequence continues with a grammar of its own, which another thread compiles.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
         self._matcher = grammar.shared.deep_copy()
-        self._shares = True  # what the library has learned of the grammar, with its other sequences
+        self._shares = True  # shares the lexer states with the grammar's other sequences
         self._tokens: list[int] = []
         self._allowed: torch.Tensor | None = None
         self._alone: Future[LLMatcher] | None = None  # until it is taken
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot be followed any further; None while it can."""
+        """Why the grammar cannot continue; None while it can."""
         return _reason(self._matcher.get_error()) if self._matcher.is_error() else None
 
     @property
     def compiles(self) -> bool:
-        """Whether its grammar is being compiled anew."""
+        """Whether its grammar is being compiled again."""
         return self._alone is not None and not self._alone.done()
 
     def ready(self, then: Callable[[], None]) -> bool:
-        """Whether `allowed` has no need to wait for a grammar to be compiled.
+        """Whether `allowed` can return without waiting for a compilation.
 
         Args:
-            then: Called, on another thread, when it has none any more.
+            then: Called on another thread when the compilation has finished.
         """
         if self._alone is None and self._allowed is None:
             self._find_allowed()
@@ -71,12 +71,12 @@ class GrammarState:
         return not self.compiles
 
     def close(self) -> None:
-        """Have nothing compiled any more: the sequence has ended."""
+        """Cancel a pending compilation: the sequence has ended."""
         if self._alone is not None:
             self._alone.cancel()
 
     def allowed(self) -> torch.Tensor:
-        """[vocabulary] bool on the CPU: what may come next, the model's end tokens exactly where the text may end."""
+        """[vocabulary] bool on the CPU: the tokens allowed next; end tokens exactly where the text may end."""
         while self._allowed is None:
             if self._alone is not None:
                 self._matcher, self._alone = self._alone.result(), None
@@ -84,9 +84,9 @@ class GrammarState:
         return self._allowed
 
     def _find_allowed(self) -> None:
-        """Find what may come next, or have the grammar compiled anew."""
+        """Find the tokens allowed next, or start to compile the grammar again."""
         mask = self._matcher.compute_bitmask()
-        # The library says it in words alone: its stop reason is that of any failure.
+        # The library reports this only in its message: the stop reason is the same for any failure.
         if self._shares and "too many states" in self._matcher.get_error():
             self._shares, self._grammar.worn = False, True
             self._alone = _compiling.submit(self._grammar.after, [*self._tokens])
@@ -97,33 +97,33 @@ class GrammarState:
         self._allowed = torch.from_numpy(allowed.view(np.bool_))
 
     def allows_beside(self, tokens: Sequence[int]) -> bool:
-        """Whether anything but these tokens may come next."""
+        """Whether any token other than these is allowed next."""
         allowed = self.allowed()
         return bool(allowed.sum() > allowed[list(tokens)].sum())
 
     def add(self, token: int) -> None:
-        """Take note of the sequence's next token, which is no end token."""
+        """Add the sequence's next token, which is not an end token."""
         self._tokens.append(token)
         self._matcher.consume_token(token)
         self._allowed = None
 
 
 class Grammar:
-    """A compiled grammar, for any number of sequences.
+    """A compiled grammar for any number of sequences.
 
     Attributes:
-        make: Compiles it anew.
+        make: Compiles it again.
         eos: The model's end tokens.
-        vocabulary: Logits that a row has.
-        shared: Its state at the beginning; copies learn together which lexer states it has.
-        worn: They have learned as much as they may.
+        vocabulary: The number of logits in a row.
+        shared: The initial state; copies of it share the lexer states.
+        worn: The shared lexer states have reached the limit.
     """
 
     def __init__(self, make: Callable[[], LLMatcher], eos: Sequence[int], vocabulary: int) -> None:
         """Compile a grammar.
 
         Raises:
-            ValueError: It is not valid, not supported, or too complex from the beginning.
+            ValueError: It is not valid, not supported, or too complex to start with.
         """
         self.make = make
         self.eos = list(eos)
@@ -133,17 +133,17 @@ class Grammar:
         self._try()
 
     def begin(self) -> GrammarState:
-        """A sequence's state at the beginning of its text."""
+        """The state of a sequence at the start of its text."""
         return GrammarState(self)
 
     def after(self, tokens: Sequence[int]) -> LLMatcher:
-        """Compile it anew, and take it to where it stands after these tokens."""
+        """Compile it again, and advance it by these tokens."""
         matcher = self.make()
         matcher.consume_tokens(list(tokens))
         return matcher
 
     def _try(self) -> None:
-        """Take the first two steps here, where they hold up nobody."""
+        """Take the first two steps at once, where they delay no forward pass."""
         grammar_state = self.begin()
         if grammar_state.error is None and not grammar_state.allowed().any():
             raise ValueError("no text satisfies it")
@@ -155,7 +155,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model; for any thread but the engine's, since it takes time."""
+    """Compiles grammars for one model. Call it outside the engine's thread, because it takes time."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -169,12 +169,12 @@ class GrammarCompiler:
         """Compile a grammar in llguidance's Lark.
 
         Args:
-            source: Its text.
-            field: The request's field that it comes from.
+            source: The grammar's text.
+            field: The field of the request that contains it.
 
         Raises:
             RequestError: It is too large, it or a schema in it is not valid or not supported, or the model's
-                tokenizer does not say which bytes its tokens stand for.
+                tokenizer does not define the bytes of its tokens.
         """
         if len(source) > MOST_CHARACTERS:
             message = f"as a grammar it has {len(source)} characters; the limit is {MOST_CHARACTERS}"
@@ -191,7 +191,7 @@ class GrammarCompiler:
         return Grammar(make, self._eos, self._vocabulary)
 
     def _tokenizer(self) -> LLTokenizer:
-        """The model's tokenizer as llguidance takes it: a second for a large vocabulary, so when first asked for."""
+        """The model's tokenizer for llguidance, made on first use: it takes a second for a large vocabulary."""
         with self._lock:
             if self._made is None:
                 if not self._eos:
@@ -203,6 +203,6 @@ class GrammarCompiler:
 
 
 def _reason(message: str) -> str:
-    """What the library says, bounded, without its state and the lines of a grammar that the client never saw."""
+    """The library's message, shortened, without its state and without generated grammar lines."""
     said = re.split(r"\n\s*\d+ \| |<state>|<non-verbose/>", message.rpartition("failed to compile JSON schema: ")[2])[0]
     return " ".join(said.split())[:MOST_REASON] or "the grammar cannot be followed"

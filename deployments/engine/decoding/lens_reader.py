@@ -1,4 +1,4 @@
-"""The logit lens: each layer's likeliest tokens at the positions that predict a token."""
+"""The logit lens: each layer's top tokens at the positions that predict a token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deployments.errors import RequestError
 from deployments.model.unembedding import Unembedding
 from deployments.places.place import Place
 
-LOGITS_BYTES = 64 << 20  # of the logits, as float32, that are made at a time
+LOGITS_BYTES = 64 << 20  # of float32 logits computed at a time
 
 
 def check_lens(lens: LensLayers, readout: Unembedding) -> None:
-    """Refuse what a model cannot say of its layers.
+    """Reject a lens that this model cannot compute.
 
     Raises:
         RequestError: It has no readout, or there are too many tokens.
@@ -30,11 +30,11 @@ def check_lens(lens: LensLayers, readout: Unembedding) -> None:
 
 
 class LensRow(NamedTuple):
-    """A row of a forward that asks.
+    """A row of a forward pass with a logit lens.
 
     Attributes:
-        row: Its place in the forward.
-        lens: What it asks for.
+        row: Its index in the forward pass.
+        lens: The requested lens.
     """
 
     row: int
@@ -42,49 +42,49 @@ class LensRow(NamedTuple):
 
 
 class LensReader:
-    """What layers give in a forward to the rows that ask, which is then read at once.
+    """Copies the layer outputs of a forward pass for the rows with a lens, then applies the lens to all of them.
 
     Attributes:
-        asking: Those rows.
-        places: What to visit.
+        asking: The rows with a lens.
+        places: The places to read.
     """
 
     def __init__(self, asking: Sequence[LensRow]) -> None:
         self.asking = asking
-        self._of: dict[Place, list[int]] = {}  # who asks for each, by their turn
+        self._of: dict[Place, list[int]] = {}  # place -> indices in `asking`
         for turn, one in enumerate(asking):
             for place in _places(one.lens):
                 self._of.setdefault(place, []).append(turn)
         self.places = list(self._of)
-        # Most places have the same; a model's layers may lie on several devices.
+        # Most places share the same indices; layers may be on several devices.
         self._index: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
-        self._taken: dict[Place, torch.Tensor] = {}  # [those who ask, hidden]
+        self._taken: dict[Place, torch.Tensor] = {}  # [indices, hidden]
         turns = {(turn, place): i for i, (place, turn) in enumerate(self._turns())}
         self._rows = [[turns[turn, point.place] for point in one.lens.points] for turn, one in enumerate(asking)]
-        # By the turn of each whose target its last layer says, the row of that layer.
+        # For each index whose target is the last layer's top token: the row of that layer.
         self._last = {turn: turns[turn, one.lens.last.place] for turn, one in enumerate(asking) if one.lens.last}
 
     def _turns(self) -> Iterator[tuple[Place, int]]:
-        """Which row of all that are taken is whose."""
+        """The place and index of each copied row."""
         return ((place, turn) for place, turns in self._of.items() for turn in turns)
 
     def begin(self) -> None:
-        """Forget the last forward, which may have ended half way."""
+        """Clear the last forward pass, which may have failed halfway."""
         self._taken.clear()
 
     def take(self, place: Place, value: torch.Tensor) -> None:
-        """Copy what is asked for of a value [rows, hidden], where anything is."""
+        """Copy the rows with a lens from a value [rows, hidden], if there are any."""
         if place in self._of:
             self._taken[place] = value[self._where(tuple(self._of[place]), value.device)]
 
     def _where(self, turns: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """[those who ask] rows, on a device."""
+        """Row numbers [indices] on a device."""
         if (turns, device) not in self._index:
             self._index[turns, device] = torch.tensor([self.asking[turn].row for turn in turns], device=device)
         return self._index[turns, device]
 
     def read(self, readout: Unembedding) -> list[tuple[LayerTokens, ...]]:
-        """For each who asks, what comes of each layer; nothing of one that the forward left out or is not finite."""
+        """The result of each layer for each row; empty if the layer was skipped or its values are not finite."""
         if not self.asking:
             return []
         for place in self._of.keys() - self._taken.keys():
@@ -98,7 +98,7 @@ class LensReader:
 
 
 def _places(lens: LensLayers) -> dict[Place, None]:
-    """Where a lens reads, each once."""
+    """The places that a lens reads, without repetition."""
     return dict.fromkeys(point.place for point in (*lens.points, lens.last) if point is not None)
 
 
@@ -110,16 +110,16 @@ def _logits(rows: torch.Tensor, readout: Unembedding) -> Iterator[torch.Tensor]:
 
 
 def _likeliest(rows: torch.Tensor, readout: Unembedding) -> list[int]:
-    """The likeliest token of each row [rows, hidden]."""
+    """The top token of each row [rows, hidden]."""
     return [token for logits in _logits(rows, readout) for token in logits.argmax(dim=-1).tolist()]
 
 
 def _read(rows: torch.Tensor, asked: Sequence[tuple[int, tuple[int, ...]]], readout: Unembedding) -> list[LayerTokens]:
-    """For each row [rows, hidden]: its top tokens, and its targets' logprobs and ranks.
+    """The top tokens of each row [rows, hidden], and the logprobs and ranks of its targets.
 
     Args:
         rows: Outputs of layers.
-        asked: For each row, how many top tokens, and the ids of its targets.
+        asked: For each row, the number of top tokens and the target ids.
         readout: The model's final norm and head.
     """
     found: list[LayerTokens] = []
@@ -135,7 +135,7 @@ def _read(rows: torch.Tensor, asked: Sequence[tuple[int, tuple[int, ...]]], read
 
 
 def _ranks(logprobs: torch.Tensor, targets: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, float, int], ...]]:
-    """The (id, logprob, rank) of each row's own tokens; equals have one rank."""
+    """The (id, logprob, rank) of each row's targets; equal logprobs share a rank."""
     widest = max(map(len, targets))
     ids = torch.tensor([[*some, *[0] * (widest - len(some))] for some in targets], device=logprobs.device)
     values = logprobs.gather(-1, ids.long())  # [rows, widest]

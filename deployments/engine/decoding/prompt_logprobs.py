@@ -1,4 +1,4 @@
-"""Logprobs of a prompt's tokens, computed as the prompt's pieces run."""
+"""Logprobs of a prompt's tokens, computed while the prompt's pieces run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from deployments.engine.decoding.sampling import score
 from deployments.engine.decoding.sampling_state import NEG_INF
 from deployments.engine.request import Logprob, Request
 
-LOGITS_BYTES = 256 << 20  # of the logits, as float32, that one forward with such prompts may have
-CHUNK = 64  # rows of logits that are turned into logprobs at a time
+LOGITS_BYTES = 256 << 20  # of float32 logits that one forward pass with such prompts may have
+CHUNK = 64  # rows of logits converted to logprobs at a time
 
 
 class Span(Protocol):
-    """Consecutive tokens of a sequence, and the forward's row of the first."""
+    """Consecutive tokens of a sequence, and the first one's row in the forward pass."""
 
     @property
     def start(self) -> int:
@@ -24,30 +24,30 @@ class Span(Protocol):
 
     @property
     def count(self) -> int:
-        """How many tokens it has."""
+        """The number of its tokens."""
 
     @property
     def row(self) -> int:
-        """The row of its first token in the forward."""
+        """The row of its first token in the forward pass."""
 
 
 class PromptScores:
-    """The logprobs of one prompt's tokens as they gather; the first token has none, with nothing before it.
+    """The logprobs of one prompt's tokens from the second on, as they are computed.
 
-    It stays with its sequence when that loses its pages: what is run again is not scored again.
+    It is kept when its sequence is preempted; tokens that run again are not scored again.
 
     Attributes:
-        most_tokens: The most tokens of scored prompts in one forward.
+        most_tokens: The most tokens of scored prompts in one forward pass.
         logprobs: One for each token from the second on.
-        finite: Whether the model gave a distribution for each.
+        finite: Whether every distribution was finite.
     """
 
     def __init__(self, request: Request, vocabulary: int) -> None:
-        """Initialize with no token scored.
+        """Initialize without scores.
 
         Args:
-            request: It says with how many likeliest tokens.
-            vocabulary: Logits of each token.
+            request: The request, which sets the number of top tokens.
+            vocabulary: The number of logits of each token.
         """
         assert request.prompt_logprobs is not None
         self._prompt = request.prompt
@@ -57,8 +57,8 @@ class PromptScores:
         self.finite = True
 
     def wanted(self, start: int, count: int) -> range:
-        """Which of `count` tokens from position `start` on decide over tokens that are not scored yet, from 0."""
-        first = len(self.logprobs) - start  # position p decides over token p + 1
+        """Which of `count` tokens from position `start` on predict a token that has no score yet, counted from 0."""
+        first = len(self.logprobs) - start  # position p predicts token p + 1
         assert first >= 0 or start >= len(self._prompt) - 1, "a piece was run and not scored"
         return range(first, max(first, min(count, len(self._prompt) - 1 - start)))
 
@@ -74,21 +74,21 @@ class PromptScores:
         for rows, ids in zip(torch.split(logits, CHUNK), torch.split(tokens, CHUNK), strict=True):
             self.finite &= bool(rows.amax(dim=-1).isfinite().all())
             found += score(rows, ids.clamp_max(rows.shape[-1] - 1), [self._likeliest] * len(ids))
-        # An embedding may know tokens beyond what the head can give.
+        # An embedding may have more tokens than the head.
         known = (tokens < logits.shape[-1]).tolist()
         return [one if here else one._replace(logprob=NEG_INF) for one, here in zip(found, known, strict=True)]
 
     def add(self, logprobs: list[Logprob]) -> None:
-        """Take what `read` gave, when the forward has gone well."""
+        """Append the result of `read` after the forward pass has succeeded."""
         self.logprobs += logprobs
 
 
 class ScoredSpan(NamedTuple):
-    """What one piece of a forward brings to its prompt's scores.
+    """The part of a forward pass that one prompt's scores need.
 
     Attributes:
-        scores: What there is already.
-        rows: The forward's rows whose logits are wanted; at least one.
+        scores: The prompt's scores so far.
+        rows: The rows of the forward pass whose logits are needed; at least one.
     """
 
     scores: PromptScores
@@ -96,11 +96,11 @@ class ScoredSpan(NamedTuple):
 
 
 def spans_of(scores: Sequence[PromptScores | None], pieces: Sequence[Span]) -> list[ScoredSpan]:
-    """What is wanted of a forward.
+    """The spans that a forward pass has to score.
 
     Args:
-        scores: Of each piece; None wants nothing.
-        pieces: Their tokens.
+        scores: The scores of each piece's prompt; None if not requested.
+        pieces: The pieces.
     """
     asked = []
     for one, piece in zip(scores, pieces, strict=True):
@@ -110,7 +110,7 @@ def spans_of(scores: Sequence[PromptScores | None], pieces: Sequence[Span]) -> l
 
 
 def read(asked: Sequence[ScoredSpan], logits: torch.Tensor) -> list[list[Logprob]]:
-    """Score the tokens that were asked for, from their logits [tokens of all rows, vocabulary]."""
+    """Score the requested tokens from their logits [tokens of all rows, vocabulary]."""
     if not asked:
         return []
     parts = torch.split(logits, [len(one.rows) for one in asked])

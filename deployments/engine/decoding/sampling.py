@@ -1,22 +1,22 @@
-"""The next token of every row of a batch at once, each row by its own settings.
+"""The next token of every row of a batch, each row with its own settings.
 
-What is done to a row's logits, and in which order, is what transformers' `generate` does (its
-`_get_logits_processor`; the penalties on presence and frequency, which it does not have, as in vLLM's
-`apply_penalties` after the one on repetition, and as OpenAI's API defines them):
+The steps and their order are those of transformers' `generate` (its `_get_logits_processor`). It has no presence and
+frequency penalties; these follow the repetition penalty, as in vLLM's `apply_penalties` and as OpenAI's API defines
+them:
 
 1. `logit_bias` is added (`SequenceBiasLogitsProcessor`; OpenAI).
 2. `repetition_penalty` divides a positive logit and multiplies a negative one, of every token of the prompt and
    the answer (Keskar et al. 2019, CTRL; `RepetitionPenaltyLogitsProcessor`).
-3. `frequency_penalty` times how often the answer has a token, and `presence_penalty` where it has it, are taken
-   off (OpenAI).
-4. A grammar rules out what does not fit it (`guided.py`).
+3. `frequency_penalty` is subtracted for each time a token occurs in the answer, and `presence_penalty` once if it
+   occurs (OpenAI).
+4. A grammar rules out the tokens that it does not allow (`guided.py`).
 5. `min_tokens` rules out end tokens and stop token ids (`MinNewTokensLengthLogitsProcessor`).
-6. Temperature 0 takes the likeliest of what that leaves. Else the logits are divided by `temperature`, and what
-   is likely enough is kept by `top_k`, of that by `top_p` (Holtzman et al. 2019), of that by `min_p` (Nguyen et
-   al. 2024), and one token is drawn from the rest.
+6. Temperature 0 takes the likeliest remaining token. Otherwise the logits are divided by `temperature`, `top_k`, then
+   `top_p` (Holtzman et al. 2019), then `min_p` (Nguyen et al. 2024) drop unlikely tokens, and one token is drawn from
+   the rest.
 
-A threshold keeps every token as likely as the last it lets pass: the result does not depend on the order of a sort.
-Rows touch each other nowhere; a row that asks for none of this costs one maximum.
+A threshold keeps every token that is as likely as the last one kept, so the result does not depend on sort order. Rows
+do not affect each other. A row without settings costs one maximum.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from deployments.errors import RequestError
 
 NOT_FINITE = "the model computed a value that is not finite for this request"
 NO_TOKEN_LEFT = "this request's sampling settings exclude every token that the model could generate here"
-TOP_WIDTH = 1024  # the likeliest tokens, among which top_k and top_p nearly always find their last
+TOP_WIDTH = 1024  # the likeliest tokens, among which the limits of top_k and top_p nearly always lie
 
 
 class ChosenTokens(NamedTuple):
-    """What became of a batch's logits.
+    """The result of choosing a batch's next tokens.
 
     Attributes:
         tokens: Each row's next token.
-        failed: Row -> why it has none.
-        logprobs: Row -> how likely its token was, for rows that ask.
+        failed: Row -> why it has no token.
+        logprobs: Row -> its token's logprob, for rows that request it.
     """
 
     tokens: list[int]
@@ -51,10 +51,10 @@ class ChosenTokens(NamedTuple):
 
 
 def check_sampling(request: Request, vocabulary: int) -> None:
-    """Refuse settings that this model, the request's own length or its grammar cannot meet.
+    """Reject settings that this model, the request's length or its grammar does not support.
 
     Raises:
-        RequestError: A token id that is none, more `min_tokens` than `max_tokens`, too many logprobs, or
+        RequestError: An invalid token id, more `min_tokens` than `max_tokens`, too many logprobs, or
             `ignore_eos` with a grammar, which defines where the text ends.
     """
     sampling = request.sampling
@@ -75,8 +75,8 @@ def choose(logits: torch.Tensor, sampling_states: Sequence[SamplingState | None]
     """Choose each row's next token.
 
     Args:
-        logits: [rows, vocabulary], which stay as they are.
-        sampling_states: One per row; None where no token is wanted of it.
+        logits: [rows, vocabulary]; not modified.
+        sampling_states: One per row; None if the row needs no token.
     """
     top, tokens = logits.max(dim=-1)  # [rows]; NaN wins a maximum
     finite, drawn = top.isfinite(), None
@@ -105,7 +105,7 @@ def choose(logits: torch.Tensor, sampling_states: Sequence[SamplingState | None]
 
 
 def _by_settings(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest score and the chosen token of each row, [rows] each; scores [rows, vocabulary] are used up."""
+    """The highest score and the chosen token of each row, [rows] each; overwrites scores [rows, vocabulary]."""
     adjust(scores, sampling_states)
     best, tokens = scores.max(dim=-1)
     drawing = [i for i, sampling_state in enumerate(sampling_states) if sampling_state.draws]
@@ -117,7 +117,7 @@ def _by_settings(scores: torch.Tensor, sampling_states: Sequence[SamplingState])
 
 
 def adjust(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> None:
-    """Add bias, take off penalties and rule out tokens, in place.
+    """Add biases, subtract penalties and rule out tokens, in place.
 
     Args:
         scores: [rows, vocabulary] float32.
@@ -158,7 +158,7 @@ def adjust(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> No
 def _flat(
     entries: Sequence[TokenValues | None], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Entries of several rows as rows, token ids and values, [entries] each; None where no row has any."""
+    """Entries of several rows as rows, token ids and values, [entries] each; None if no row has any."""
     rows, ids, values = array("q"), array("q"), array("f")
     for row, entry in enumerate(entries):
         if entry:
@@ -175,21 +175,21 @@ def _flat(
 
 
 def _column(like: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
-    """[rows, 1] float32 beside `like`."""
+    """[rows, 1] float32 on the device of `like`."""
     return torch.tensor(list(values), device=like.device, dtype=torch.float32)[:, None]
 
 
 def weigh(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
-    """How likely each token is to be drawn, relative to the likeliest, which weighs 1; 0 for never.
+    """The weight of each token in the draw, relative to the likeliest, whose weight is 1; 0 for never.
 
     Args:
-        scores: [rows, vocabulary] float32, adjusted; used up.
-        settings: One per row, of a temperature above 0.
+        scores: [rows, vocabulary] float32, adjusted; overwritten.
+        settings: One per row, with a temperature above 0.
 
     Returns:
         [rows, vocabulary] weights.
     """
-    # Relative to the highest, so that a tiny temperature cannot overflow.
+    # Relative to the highest, so that a tiny temperature does not overflow.
     scores.sub_(scores.amax(dim=-1, keepdim=True))
     weights = scores.div_(_column(scores, (max(setting.temperature, 1e-5) for setting in settings))).exp_()
     least = _column(scores, (setting.min_p for setting in settings))
@@ -204,12 +204,12 @@ def weigh(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
 
 
 def _cut(weights: torch.Tensor, settings: Sequence[Sampling], width: int) -> torch.Tensor:
-    """The least weight that top_k and top_p let pass, [rows, 1].
+    """The lowest weight that top_k and top_p keep, [rows, 1].
 
     Args:
         weights: [rows, vocabulary].
         settings: One per row.
-        width: How many of the likeliest tokens to look among first; rows that need more get a full sort.
+        width: The number of likeliest tokens to search first; rows that need more are sorted in full.
     """
     vocabulary = weights.shape[-1]
     ordered = weights.topk(width, dim=-1).values if width < vocabulary else weights.sort(dim=-1, descending=True).values
@@ -217,7 +217,7 @@ def _cut(weights: torch.Tensor, settings: Sequence[Sampling], width: int) -> tor
     share = _column(weights, (setting.top_p if setting.top_p < 1 else torch.inf for setting in settings))
     ordered = ordered.masked_fill(torch.arange(width, device=weights.device) >= kept, 0.0)
     whole = torch.where(kept <= width, ordered.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
-    # A token passes while those before it have not reached top_p of what top_k kept; the first always does.
+    # A token is kept while those before it have not reached top_p of what top_k kept; the first always is.
     passing = (ordered.cumsum(dim=-1) - ordered < share * whole) & (ordered > 0)
     passed = passing.sum(dim=-1, keepdim=True)  # [rows, 1]
     least = ordered.gather(-1, (passed - 1).clamp_min(0))
@@ -232,29 +232,29 @@ def draw(weights: torch.Tensor, numbers: Sequence[float], likeliest: torch.Tenso
     """Draw one token per row by inverting its cumulative distribution.
 
     Args:
-        weights: [rows, vocabulary], of which at least one is above 0 in each row.
+        weights: [rows, vocabulary], at least one above 0 in each row.
         numbers: One from [0, 1) per row.
-        likeliest: [rows] token ids, of weight above 0.
+        likeliest: [rows] token ids with a weight above 0.
 
     Returns:
-        [rows] token ids, of weight above 0.
+        [rows] token ids with a weight above 0.
     """
     cumulative = weights.cumsum(dim=-1)
     at = torch.searchsorted(cumulative, _column(weights, numbers) * cumulative[:, -1:], right=True)  # [rows, 1]
     at = at.clamp_max_(weights.shape[-1] - 1)
-    # Rounding may carry a number near 1 past the end, or, on a GPU, put a step where there is no weight.
+    # Rounding may move a number near 1 past the end or, on a GPU, create a step where the weight is 0.
     return torch.where(weights.gather(-1, at).squeeze(-1) > 0, at.squeeze(-1), likeliest)
 
 
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, asking: Sequence[tuple[int, int | None]]
 ) -> dict[int, Logprob]:
-    """The logprob of each asking row's token and those of its likeliest tokens, by row.
+    """The logprobs of each requesting row's token and of its top tokens, by row.
 
     Args:
         logits: [rows, vocabulary], as the model gave them.
         tokens: [rows] token ids.
-        asking: (row, how many likeliest tokens).
+        asking: (row, number of top tokens).
     """
     rows = [i for i, _ in asking]
     found = score(logits[rows], tokens[rows], [likeliest or 0 for _, likeliest in asking])
@@ -262,12 +262,12 @@ def _logprobs(
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, likeliest: Sequence[int]) -> list[Logprob]:
-    """How likely the model held each row's token, and which tokens it held likeliest there.
+    """The logprob of each row's token, and the top tokens of the same distribution.
 
     Args:
         logits: [rows, vocabulary], as the model gave them.
         tokens: [rows] token ids.
-        likeliest: How many likeliest tokens each row asks for.
+        likeliest: The number of top tokens of each row.
     """
     logprobs = logits.float().log_softmax(dim=-1)  # [rows, vocabulary]
     own = logprobs.gather(-1, tokens[:, None]).squeeze(-1).tolist()
@@ -278,13 +278,13 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, likeliest: Sequence[int]) 
 
 
 def ranked(logprobs: torch.Tensor, most: Sequence[int]) -> list[Likeliest]:
-    """The likeliest tokens of each row, equal ones by their ids.
+    """The top tokens of each row; equal ones are ordered by id.
 
     Args:
         logprobs: [rows, vocabulary].
-        most: How many of each row.
+        most: The number of top tokens of each row.
     """
-    # As many for every row, so that which of two equals comes last does not depend on the neighbours.
+    # The same number for every row, so that the order of equal tokens does not depend on the neighbours.
     top = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[-1]), dim=-1)
     ids, order = top.indices.sort(dim=-1)
     values, order = top.values.gather(-1, order).sort(dim=-1, descending=True, stable=True)

@@ -13,11 +13,11 @@ NEG_INF = float("-inf")
 
 
 class TokenValues(NamedTuple):
-    """Numbers for some tokens of one sequence, on the CPU; most tokens have none.
+    """Values for some tokens of one sequence, on the CPU; most tokens have none.
 
     Attributes:
         ids: Token ids, each once.
-        values: A number for each.
+        values: A value for each id.
     """
 
     ids: array[int]
@@ -25,12 +25,12 @@ class TokenValues(NamedTuple):
 
     @classmethod
     def of(cls, numbers: dict[int, float]) -> TokenValues:
-        """Token id -> number."""
+        """Make it from token id -> value."""
         return cls(array("q", numbers), array("f", numbers.values()))
 
 
 class TokenCounts:
-    """Which tokens a sequence has, and how often its answer has each."""
+    """Which tokens a sequence contains, and how often its answer contains each."""
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
         self.entries = TokenValues.of(dict.fromkeys(prompt, 0.0))
@@ -46,26 +46,26 @@ class TokenCounts:
 
 
 class SamplingState:
-    """A sequence's settings, its random numbers and what it has said.
+    """A sequence's settings, random numbers and token counts.
 
-    It is kept when its sequence is preempted: it counts the tokens that are run again already.
+    It is kept when its sequence is preempted; tokens that run again are already counted.
 
     Attributes:
         sampling: The settings.
-        logprobs: How many likeliest tokens are asked for beside each token; None where no logprob is.
+        logprobs: The number of top tokens to report with each token; None for no logprobs.
         ends: Token ids that end the text.
-        draws: Whether there is anything to draw; settings that leave the likeliest alone are greedy.
-        bias: What is added to logits.
-        grammar_state: Where it stands in its grammar; None where any text will do.
+        draws: Whether tokens are drawn; settings that keep only the likeliest token are greedy.
+        bias: Values added to logits.
+        grammar_state: The state in its grammar; None for any text.
     """
 
     def __init__(self, request: Request, eos: frozenset[int], vocabulary: int) -> None:
-        """Begin a sequence.
+        """Initialize the state of a new sequence.
 
         Args:
-            request: What it asks for.
+            request: The sequence's request.
             eos: The model's end tokens.
-            vocabulary: Logits a row has; an embedding may know ids beyond, which are never drawn.
+            vocabulary: The number of logits in a row; an embedding may have more ids, which are never drawn.
         """
         sampling = request.sampling
         self.sampling = sampling
@@ -78,7 +78,7 @@ class SamplingState:
         self._barred_until = sampling.min_tokens if self._barred.ids else 0
         seed: int | str | None = sampling.seed
         if isinstance(seed, int) and seed < 0:
-            seed = str(seed)  # of a number, `Random` drops the sign; other seeds draw as they always did
+            seed = str(seed)  # `Random` ignores a number's sign; other seeds keep the draws of earlier versions
         self._random = random.Random(seed)
         self._number: float | None = None
         self._generated = 0
@@ -92,17 +92,17 @@ class SamplingState:
 
     @property
     def special(self) -> bool:
-        """Whether its next token takes more than a maximum of the logits."""
+        """Whether its next token needs more than a maximum of the logits."""
         return self._always_special or self._generated < self._barred_until
 
     @property
     def counts(self) -> TokenValues | None:
-        """How often the answer has each token that a penalty may touch; None without a penalty."""
+        """How often the answer contains each token that a penalty applies to; None without a penalty."""
         return self._counts.entries if self._counts else None
 
     @property
     def barred(self) -> TokenValues | None:
-        """-inf for each token that may not be drawn yet; None where all may, or where a grammar leaves no other."""
+        """-inf for each token that is not allowed yet; None if all are allowed, or if a grammar allows no other."""
         if self._generated >= self._barred_until:
             return None
         if self.grammar_state and not self.grammar_state.allows_beside(self._barred.ids):
@@ -110,13 +110,13 @@ class SamplingState:
         return self._barred
 
     def number(self) -> float:
-        """The sequence's random number for its next token, from [0, 1); the same until that is added."""
+        """The sequence's random number from [0, 1) for its next token; the same until that token is added."""
         if self._number is None:
             self._number = self._random.random()
         return self._number
 
     def add(self, token: int) -> None:
-        """Take note of the sequence's next token."""
+        """Add the sequence's next token."""
         self._generated += 1
         self._number = None
         if self._counts:

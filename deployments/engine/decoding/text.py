@@ -1,4 +1,4 @@
-"""From token ids to text, one token at a time: whole characters only, and no part of a stop string."""
+"""Token ids to text, one token at a time: whole characters only, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ from collections.abc import Mapping, Sequence
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-MOST_WAITING = 32  # tokens in a sequence without text, each of which makes the tokenizer decode all of them again
+MOST_WAITING = 32  # consecutive tokens without text; the tokenizer decodes all of them again for each one
 
 
 class TextStream:
-    """The text of one request as it grows."""
+    """The text of one request while it is generated."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str] = (), markers: Mapping[int, str] | None = None
     ) -> None:
-        """Begin a text.
+        """Initialize an empty text.
 
         Args:
-            tokenizer: The model's.
+            tokenizer: The model's tokenizer.
             stop: Strings that end it.
-            markers: Special tokens that are text, and how they read; others are left out.
+            markers: Special tokens that appear in the text, with their spelling; others are left out.
         """
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._waiting: list[int] = []  # what the stream holds back: bytes of an unfinished character, special tokens
+        self._waiting: list[int] = []  # tokens held back: bytes of an unfinished character, special tokens
         self._last: int | None = None  # the last token that was text
         self._stop = tuple(stop)
         self._markers = markers or {}
         self._read = 0  # tokens
-        self._after = 0  # tokens up to the last marker, or to the last text that was not waited for any longer
-        self._marked = 0  # characters up to there
+        self._after = 0  # tokens up to the last marker, or to the last text that was forced out
+        self._marked = 0  # characters up to that position
         self._emitted = 0
         self._pieces: list[str] = []
-        self._pending = ""  # what is decoded and not emitted
-        self._settled = 0  # characters that no stop string may end in any more
+        self._pending = ""  # decoded and not emitted
+        self._settled = 0  # characters that can no longer belong to a stop string
         self.stopped = False
 
     @property
     def length(self) -> int:
-        """Characters so far, those held back and those after a stop string included."""
+        """Characters so far, including those held back and those after a stop string."""
         return self._emitted + len(self._pending)
 
     def add(self, token: int, may_stop: bool = True) -> str:
-        """Take one token and give the text that can be shown now.
+        """Add one token and return the text that can be shown now.
 
-        Characters wait for their last byte, and what may be the beginning of a stop string waits until it is
-        not. Sets `stopped` when a stop string is complete; the text then ends before it.
+        An incomplete character waits for its last byte. A possible start of a stop string waits until it is ruled out.
+        Sets `stopped` when a stop string is complete; the text then ends before it.
 
         Args:
-            token: Its id.
-            may_stop: Without, a stop string that this token completes is text like any other; one that it
-                begins may still end the text later.
+            token: The token's id.
+            may_stop: If false, a stop string that this token completes is ordinary text; one that it starts may still
+                end the text later.
         """
         self._read += 1
         if token in self._markers:
@@ -69,12 +69,12 @@ class TextStream:
         return self._emit(hold=True)
 
     def _step(self, token: int) -> str | None:
-        """The text that is whole with this token; None while a character is not."""
+        """The text that this token completes; None while a character is incomplete."""
         try:
             text: str | None = self._stream.step(self._tokenizer.backend_tokenizer, token)
         except Exception as error:
-            # tokenizers raises nothing narrower. A decoder with byte fallback reads bytes that are no UTF-8 in another
-            # way once more text follows, and the stream refuses to change what it gave out.
+            # tokenizers raises nothing narrower. A decoder with byte fallback decodes invalid UTF-8 differently once
+            # more text follows, and the stream refuses to change text that it has returned.
             if "Invalid prefix" not in str(error):
                 raise
             self._waiting.append(token)
@@ -84,17 +84,17 @@ class TextStream:
         return text
 
     def _wait(self, token: int) -> None:
-        """Hold a token back; where there are too many, what they are is their text."""
+        """Hold a token back; if too many are held, emit them as they are."""
         self._waiting.append(token)
         if len(self._waiting) >= MOST_WAITING:
             self._restart()
 
     def _restart(self) -> None:
-        """Take the tokens that are held back as text, whatever they are, and begin a new stream after them."""
+        """Emit the tokens held back as text, and start a new stream after them."""
         self._append(self._decode(self._waiting))
         self._waiting.clear()
         self._mark()
-        # Many decoders drop the space that begins a text.
+        # Many decoders drop a leading space.
         before = [] if self._last is None or "\ufffd" in self._decode([self._last]) else [self._last]
         self._stream = DecodeStream(ids=before, skip_special_tokens=True)
 
@@ -110,7 +110,7 @@ class TextStream:
         return str(decoded)
 
     def close(self, tokens: Sequence[int]) -> str:
-        """Give what was held back, an unfinished character as U+FFFD, when generation has ended.
+        """Return the text held back when generation has ended, with an unfinished character as U+FFFD.
 
         Args:
             tokens: All generated ids.
@@ -125,7 +125,7 @@ class TextStream:
     def _emit(self, hold: bool) -> str:
         pending = self._pending
         settled = self._settled - self._emitted
-        # Where each stop string that ends after what is settled ends first, and where it begins.
+        # For each stop string that ends after the settled text: where it first ends, and where it starts.
         found = [
             (at + len(stop), at)
             for stop in self._stop
@@ -141,7 +141,7 @@ class TextStream:
         return pending[:end]
 
     def _held(self, pending: str) -> int:
-        """Length of the longest end of `pending` that begins a stop string."""
+        """Length of the longest suffix of `pending` that starts a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(pending)), 0, -1):
             if any(stop.startswith(pending[-length:]) for stop in self._stop):

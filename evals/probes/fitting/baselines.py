@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_union
 
 from evals.auroc import by_folds
-from evals.probes.fitting.fitting import Job, select
+from evals.probes.fitting.fitting import FitJob, select
 from evals.probes.fitting.solver import solve
 from evals.probes.inputs.examples import Example, RowPlace
 from evals.probes.inputs.features import standardized
@@ -31,7 +31,7 @@ class Baseline(NamedTuple):
     reason: str | None = None
 
 
-def text(job: Job, runs: Sequence[Example], tokens: str) -> Baseline:
+def text(job: FitJob, runs: Sequence[Example], tokens: str) -> Baseline:
     """Logistic regression on TF-IDF of words, pairs of words and pieces of words, C by the inner folds.
 
     Args:
@@ -66,7 +66,7 @@ def _read(run: Example, place: RowPlace) -> str:
     return (run.text or "")[: place.characters] + (f" {place.token_id}" if place.cut else "")
 
 
-def length(job: Job, runs: Sequence[Example], tokens: str) -> Baseline:
+def length(job: FitJob, runs: Sequence[Example], tokens: str) -> Baseline:
     """Logistic regression on the logarithms of how many tokens and characters there are; arguments as for `text`."""
     places = [run.at[tokens] for run in runs]
     counts = np.log1p(np.array([[place.tokens, place.characters] for place in places], dtype=np.float32))
@@ -75,6 +75,6 @@ def length(job: Job, runs: Sequence[Example], tokens: str) -> Baseline:
     return _selected(job, solve("logistic", rows, job.folds.mask, labels, torch.tensor([[1.0]])).logits)
 
 
-def _selected(job: Job, logits: np.ndarray) -> Baseline:
+def _selected(job: FitJob, logits: np.ndarray) -> Baseline:
     held_out = select(logits, job.positive, job.folds).held_out
     return Baseline(held_out, float(by_folds(held_out, job.positive, job.folds.of)))

@@ -8,10 +8,10 @@ import ray
 from ray.exceptions import RayTaskError
 
 from evals.config import EvalError
-from evals.probes.fitting.fitting import Job, Outcome, probe_point
+from evals.probes.fitting.fitting import FitJob, Outcome, probe_point
 
 
-def probe_points(job: Job, points: Sequence[str], address: str) -> Iterator[list[Outcome]]:
+def probe_points(job: FitJob, points: Sequence[str], address: str) -> Iterator[list[Outcome]]:
     """The points' outcomes, in order.
 
     Args:

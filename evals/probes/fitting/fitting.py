@@ -21,7 +21,7 @@ _FALSE_POSITIVES = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class FitJob:
     """What every point is probed for; it travels to other processes.
 
     Attributes:
@@ -147,7 +147,7 @@ class Rows:
         return Probe(found.weights[0, :, 0], float(found.bias[0, 0]), mean, std)
 
 
-def probe_point(job: Job, point: str) -> list[Outcome]:
+def probe_point(job: FitJob, point: str) -> list[Outcome]:
     """Cross-validate every choice of tokens and method at a point.
 
     Raises:
@@ -165,7 +165,7 @@ def probe_point(job: Job, point: str) -> list[Outcome]:
     return outcomes
 
 
-def penalties_of(job: Job, method: Method) -> np.ndarray:
+def penalties_of(job: FitJob, method: Method) -> np.ndarray:
     """The penalties that a method chooses from: the difference of means has none."""
     return job.penalties[:1] if method == "difference" else job.penalties
 
@@ -207,7 +207,7 @@ def select(logits: np.ndarray, positive: np.ndarray, folds: Folds) -> Selected:
 
 
 def labelings(
-    job: Job, rows: Rows, method: Method, penalty: float, labels: np.ndarray, wanted: np.ndarray
+    job: FitJob, rows: Rows, method: Method, penalty: float, labels: np.ndarray, wanted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scores of probes of other labels, one C, calibrated as those of the real ones.
 
@@ -254,7 +254,7 @@ def _calibration(scores: np.ndarray, positive: np.ndarray) -> Calibration:
     return Calibration(*platt(scores, positive), float(threshold))
 
 
-def _null(job: Job, rows: Rows, method: Method, penalty: np.ndarray) -> np.ndarray:
+def _null(job: FitJob, rows: Rows, method: Method, penalty: np.ndarray) -> np.ndarray:
     """AUROC of probes of the permuted labels, each outer fold with the C of the real ones, `[p]`."""
     count, every = job.folds.count, np.arange(len(job.positive))
     size = max(1, _LOGITS // (count * len(every)))

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals.probes.fitting.fitting import Calibration, Job, Outcome, Probe, Rows, calibrated, labelings, penalties_of
+from evals.probes.fitting.fitting import Calibration, FitJob, Outcome, Probe, Rows, calibrated, labelings, penalties_of
 from evals.probes.fitting.score_figures import figures, finite, rare
 from evals.probes.fitting.solver import Method
 
 FIGURES = ("auroc", "balanced_accuracy", "brier", "calibration_error", "recall_at_1_fpr")
 
 
-class Choice(NamedTuple):
+class ProbeChoice(NamedTuple):
     """One probe's settings."""
 
     point: str
@@ -51,18 +51,18 @@ class Headline(NamedTuple):
         calibration: Its calibration.
     """
 
-    choices: list[Choice]
+    choices: list[ProbeChoice]
     held_out: Scores
     calibrations: list[Calibration]
     probes: list[Probe]
     null: Scores
     control: Scores | None
-    final: Choice
+    final: ProbeChoice
     probe: Probe
     calibration: Calibration
 
 
-def choose(job: Job, outcomes: Sequence[Outcome], control: np.ndarray | None) -> Headline:
+def choose(job: FitJob, outcomes: Sequence[Outcome], control: np.ndarray | None) -> Headline:
     """Choose in the inner folds, score in the outer ones, and fit the probe of all examples.
 
     Args:
@@ -72,7 +72,7 @@ def choose(job: Job, outcomes: Sequence[Outcome], control: np.ndarray | None) ->
     """
     n, count = len(job.positive), job.folds.count
     held_out = Scores(np.zeros(n), np.zeros(n), np.zeros(n, dtype=bool))
-    choices, calibrations = list[Choice](), list[Calibration]()
+    choices, calibrations = list[ProbeChoice](), list[Calibration]()
     for fold in range(count):
         outcome = max(outcomes, key=lambda one: float(one.selected.inner[fold]))
         choices.append(_choice(job, outcome, int(outcome.selected.chosen[fold])))
@@ -86,7 +86,7 @@ def choose(job: Job, outcomes: Sequence[Outcome], control: np.ndarray | None) ->
     return _fitted(job, choices, held_out, calibrations, final, best.selected.calibration, control)
 
 
-def summary(job: Job, headline: Headline, groups: int) -> dict[str, Any]:
+def summary(job: FitJob, headline: Headline, groups: int) -> dict[str, Any]:
     """Figures and their null for JSON, without intervals; `reasons` says of what is null why."""
     found = _figures(job, headline.held_out, job.positive)
     null = [
@@ -105,17 +105,17 @@ def summary(job: Job, headline: Headline, groups: int) -> dict[str, Any]:
     return facts | {"reasons": reasons}
 
 
-def _choice(job: Job, outcome: Outcome, column: int) -> Choice:
+def _choice(job: FitJob, outcome: Outcome, column: int) -> ProbeChoice:
     penalty = float(penalties_of(job, outcome.method)[column])
-    return Choice(outcome.point, outcome.tokens, outcome.method, penalty)
+    return ProbeChoice(outcome.point, outcome.tokens, outcome.method, penalty)
 
 
 def _fitted(
-    job: Job,
-    choices: list[Choice],
+    job: FitJob,
+    choices: list[ProbeChoice],
     held_out: Scores,
     calibrations: list[Calibration],
-    final: Choice,
+    final: ProbeChoice,
     calibration: Calibration,
     control: np.ndarray | None,
 ) -> Headline:
@@ -148,7 +148,7 @@ def _no_scores(count: int, n: int) -> Scores:
     return Scores(np.zeros((count, n)), np.zeros((count, n)), np.zeros((count, n), dtype=bool))
 
 
-def _figures(job: Job, scores: Scores, positive: np.ndarray) -> dict[str, float | None]:
+def _figures(job: FitJob, scores: Scores, positive: np.ndarray) -> dict[str, float | None]:
     found = figures(scores.logits, scores.probabilities, scores.above, positive, job.folds.of)
     return {name: finite(value) for name, value in found.items()}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals.probes.fitting.fitting import Job
+from evals.probes.fitting.fitting import FitJob
 from evals.probes.fitting.headline import Headline
 from evals.probes.inputs.data import Data
 from evals.probes.sweep_options import Options
@@ -39,7 +39,7 @@ def control_task(given: Options, data: Data) -> Task:
     return Task((random.random((given.permutations, len(types))) < data.positive.mean())[:, of])
 
 
-def selectivity(job: Job, headline: Headline, task: Task, reasons: dict[str, str]) -> dict[str, Any]:
+def selectivity(job: FitJob, headline: Headline, task: Task, reasons: dict[str, str]) -> dict[str, Any]:
     """The headline's `accuracy`, `control_accuracy` (median) and `selectivity`, null with the reason where it is.
 
     Args:

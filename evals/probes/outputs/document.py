@@ -9,7 +9,7 @@ import numpy as np
 
 from evals.auroc import Interval, band, by_folds, interval, resampled
 from evals.probes.fitting.baselines import Baseline
-from evals.probes.fitting.fitting import Job, Outcome
+from evals.probes.fitting.fitting import FitJob, Outcome
 from evals.probes.fitting.headline import Headline, quantiles, summary
 from evals.probes.inputs.data import Data
 from evals.probes.sweep_options import Options
@@ -20,7 +20,7 @@ Record = dict[str, Any]
 def document(
     given: Options,
     data: Data,
-    job: Job,
+    job: FitJob,
     outcomes: Sequence[Outcome],
     headline: Headline,
     texts: Mapping[str, Baseline],
@@ -95,7 +95,7 @@ def faults(own: Record, rows: Sequence[Record]) -> list[str]:
 
 
 def _rows(
-    data: Data, job: Job, outcomes: Sequence[Outcome], samples: np.ndarray, texts: Mapping[str, Baseline]
+    data: Data, job: FitJob, outcomes: Sequence[Outcome], samples: np.ndarray, texts: Mapping[str, Baseline]
 ) -> tuple[list[Record], dict[str, str]]:
     """The sweep, and why what is null in it is null."""
     estimates = np.array([by_folds(one.selected.held_out, data.positive, job.folds.of) for one in outcomes])
@@ -120,7 +120,7 @@ def _bounded(own: Record, name: str, between: Interval) -> Record:
     return {f"{name}_low": between.low, f"{name}_high": between.high}
 
 
-def _as_chosen(job: Job, headline: Headline, of: Mapping[str, Baseline]) -> np.ndarray | None:
+def _as_chosen(job: FitJob, headline: Headline, of: Mapping[str, Baseline]) -> np.ndarray | None:
     """A baseline's held-out scores, in each fold those for the tokens that the fold chose."""
     found = np.zeros(len(job.positive))
     for fold, choice in enumerate(headline.choices):
@@ -132,7 +132,7 @@ def _as_chosen(job: Job, headline: Headline, of: Mapping[str, Baseline]) -> np.n
 
 
 def _against_text(
-    own: Record, text: np.ndarray | None, texts: Mapping[str, Baseline], samples: np.ndarray, job: Job, groups: int
+    own: Record, text: np.ndarray | None, texts: Mapping[str, Baseline], samples: np.ndarray, job: FitJob, groups: int
 ) -> Record:
     """The text's AUROC beside the headline's; `samples` are the headline's and the text's, `[2, b]`."""
     if text is None:

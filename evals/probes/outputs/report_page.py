@@ -12,7 +12,7 @@ from scipy.special import expit
 from sklearn.metrics import roc_curve
 
 from deployments.activations import load
-from evals.probes.fitting.fitting import Job
+from evals.probes.fitting.fitting import FitJob
 from evals.probes.fitting.headline import Headline
 from evals.probes.fitting.score_figures import bins
 from evals.probes.inputs.examples import Example, Examples, by_site
@@ -34,7 +34,7 @@ class Token(NamedTuple):
     probability: float | None
 
 
-def write(out: Path, document: dict[str, Any], examples: Examples, job: Job, headline: Headline) -> None:
+def write(out: Path, document: dict[str, Any], examples: Examples, job: FitJob, headline: Headline) -> None:
     """Write the page, whole or not at all.
 
     Args:
@@ -116,7 +116,7 @@ def roc(logits: np.ndarray, positive: np.ndarray, folds: np.ndarray) -> dict[str
     return {"folds": [_points(*_thinned(*curve)) for curve in curves], "mean": _points(grid, mean)}
 
 
-def shown(examples: Examples, job: Job, headline: Headline) -> list[tuple[str, list[dict[str, Any]]]]:
+def shown(examples: Examples, job: FitJob, headline: Headline) -> list[tuple[str, list[dict[str, Any]]]]:
     """The most, the least and the wrongly certain examples, token by token."""
     chance = headline.held_out.probabilities
     certainty, right = np.abs(chance - 0.5), (chance > 0.5) == job.positive
@@ -142,7 +142,7 @@ def shown(examples: Examples, job: Job, headline: Headline) -> list[tuple[str, l
     ]
 
 
-def _tokens(run: Example, job: Job, headline: Headline, number: int) -> list[Token]:
+def _tokens(run: Example, job: FitJob, headline: Headline, number: int) -> list[Token]:
     """A run's text around the tokens that its probe reads, with the probability of each stored row."""
     fold = int(job.folds.of[number])
     choice, probe, calibration = headline.choices[fold], headline.probes[fold], headline.calibrations[fold]

@@ -12,7 +12,7 @@ import torch
 
 from deployments.activations import load
 from deployments.activations.facts import StoreError
-from deployments.activations.writer.room import Room
+from deployments.activations.writer.room import DiskCheck
 from tests.waiting import until
 
 POINT = "layers.0.output"
@@ -35,7 +35,7 @@ def disk(tmp_path, tmp_path_factory):
 @pytest.fixture
 def room(disk, tmp_path, monkeypatch):
     monkeypatch.setattr("deployments.activations.writer.room._EVERY_S", 0.0)
-    room = Room(tmp_path)
+    room = DiskCheck(tmp_path)
     return lambda size: asyncio.run(room.check(size))
 
 

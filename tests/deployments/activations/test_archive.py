@@ -28,7 +28,7 @@ from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import has_caught_up, record
 from deployments.activations.export.exports import export
-from deployments.activations.facts import Account, Note, StoreError, name_of
+from deployments.activations.facts import Account, FileUpdate, StoreError, name_of
 from deployments.activations.filters import Choice, Filter
 from deployments.activations.limits import Retention
 from deployments.activations.reader.sources import segments
@@ -541,7 +541,7 @@ def test_what_is_on_its_way_to_the_bucket_while_its_session_is_deleted_does_not_
     one = head()
     one.archive._elsewhere = OtherNode(sender.folder.parent, bucket)
     with bucket.server.holding("PUT", held) as reached:
-        one.catalogue.add(Note(session_id, runs_on_it, file._replace(uri=uri_of("node", name_of(file.uri)))))
+        one.catalogue.add(FileUpdate(session_id, runs_on_it, file._replace(uri=uri_of("node", name_of(file.uri)))))
         assert reached.wait(60)
         one.store(made)
         assert one.writer.delete("session").result(60)
@@ -563,7 +563,7 @@ def test_uploads_of_a_node_that_is_slow_hold_up_no_other_nodes(bucket, head, mak
     known = sender.writer._catalogue
     for session_id, file in known.all_files():
         on_node = file._replace(uri=uri_of("node", name_of(file.uri)))
-        one.catalogue.add(Note(session_id, known.of_file(file.uri), on_node))
+        one.catalogue.add(FileUpdate(session_id, known.of_file(file.uri), on_node))
     until(lambda: len(one.archive._uploads.begun) == uploads.QUEUED)
     try:
         one.archived(make("own"))

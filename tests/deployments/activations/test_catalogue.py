@@ -27,7 +27,7 @@ from deployments.activations import load, runs
 from deployments.activations.catalogue import rows as filling
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.facts import Entry, Note, PointType, StoredFile, StoreError
+from deployments.activations.facts import Entry, FileUpdate, PointType, StoredFile, StoreError
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
 from deployments.activations.segments.segments import whole_runs
 from deployments.activations.writer.writer import Writer
@@ -95,7 +95,7 @@ def test_a_page_of_a_session_lists_the_files_of_its_runs_alone(make):
         facts = make(f"r{number}", created=float(number // 2)).facts
         uri = f"file:///store/session/{number // 2:06}.arrow"
         entry = Entry(facts, uri, 0, 3, 100, {"layers.0.output": PointType((4,), "float32")}, 100 * (number % 2))
-        catalogue.add(Note("session", [entry], StoredFile(uri, 300, True, 3 * (1 + number % 2), 1)))
+        catalogue.add(FileUpdate("session", [entry], StoredFile(uri, 300, True, 3 * (1 + number % 2), 1)))
     pages, after = [], None
     while (page := catalogue.session("session", 10, after))["runs"]:
         pages.append(page)
@@ -336,7 +336,7 @@ def test_runs_that_the_catalogue_was_never_told_of_are_found_at_the_next_start(r
     shutil.move(tmp_path / "c", root / "c")
     [path] = (root / "c").iterdir()
     state = path.stat()
-    catalogue.add(Note("c", [], StoredFile(path.as_uri(), state.st_size, True, 3, state.st_mtime_ns)))
+    catalogue.add(FileUpdate("c", [], StoredFile(path.as_uri(), state.st_size, True, 3, state.st_mtime_ns)))
     catalogue.close()
     assert ("c", "lost") in listed(opened(root))
 

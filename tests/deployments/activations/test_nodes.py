@@ -26,7 +26,7 @@ from deployments.activations.catalogue.directories import ElsewhereError
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import replay, snapshot_lines, write_snapshot
 from deployments.activations.export.exports import export
-from deployments.activations.facts import Account, Note, StoreError, names_a_session
+from deployments.activations.facts import Account, FileUpdate, StoreError, names_a_session
 from deployments.activations.files.disk import scan
 from deployments.activations.files.places import Place
 from deployments.activations.filters import Filter
@@ -573,13 +573,13 @@ def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path
     [(session_id, file)] = other.all_files()
     entries = other.of_file(file.uri)
     uri = uri_of("key", "session/a.arrow")
-    catalogue.add(Note(session_id, entries, file._replace(uri=uri)))
+    catalogue.add(FileUpdate(session_id, entries, file._replace(uri=uri)))
     catalogue.change((), lambda database: database.execute("UPDATE files SET archived = 1"))
     write_snapshot(root / NAME, tmp_path / "snapshot")
     for knows_node in (False, True):
         merged = Catalogue.rebuild(tmp_path / f"merged-{knows_node}")
         if knows_node:
-            merged.add(Note(session_id, entries, file._replace(uri=uri)))
+            merged.add(FileUpdate(session_id, entries, file._replace(uri=uri)))
         with closing(sqlite3.connect(tmp_path / "snapshot")) as snapshot:
             lines = list(snapshot_lines(snapshot))
         merged.change((), partial(replay, part="name", lines=lines, manifest=manifest))

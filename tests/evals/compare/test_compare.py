@@ -98,8 +98,8 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, say: Say) -> None:
     (tmp_path / "empty").mkdir()
     for others, reason in {
         (b,): "share no condition: a has no-tools.control; b has with-tools.control, with-tools.calm",
-        (tmp_path / "empty",): "empty has no finished run: there is no summary.json",
-        (tmp_path / "none",): "none has no finished run",
+        (tmp_path / "empty",): "empty has no finished evaluation: there is no summary.json",
+        (tmp_path / "none",): "none has no finished evaluation",
         (a,): "named twice",
     }.items():
         status, printed, complaint = say(a, *others)
@@ -157,7 +157,7 @@ def test_runs_of_different_rules_are_compared_by_the_first_ones(tmp_path: Path, 
     b = make_results(tmp_path / "b", 40, modes=("no-tools",), rule="strict")
     _, printed, _ = say(a, b, "--html", tmp_path / "page.html")
     assert "b less a  +0.0 points" in printed
-    assert "outcomes and rewards are by each run's own rule" in printed
+    assert "outcomes and rewards are by each evaluation's own rule" in printed
     assert "rewards are by each run&#39;s own rule" in (tmp_path / "page.html").read_text()
     assert "flexible ±SE" in printed
     assert "strict ±SE" not in printed

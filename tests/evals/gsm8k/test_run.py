@@ -171,7 +171,7 @@ def test_an_answer_that_is_late_is_asked_for_once_and_wrong_until_it_is_given_lo
     server.release()
     again = ["--resume", "--results-dir", str(results)]
     assert main([*again, "--timeout", "0.25"]) == 2
-    assert "a run with other timeout" in capsys.readouterr().err
+    assert "an evaluation with other timeout" in capsys.readouterr().err
     assert main(again) == 0
     assert len(server.requests) == 2
     assert main([*again, "--timeout", "30"]) == 0

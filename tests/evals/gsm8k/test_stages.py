@@ -112,7 +112,7 @@ def test_a_report_alone_takes_no_other_options_than_the_run(
     asked = ["--collect-activations", "--layers", "1", "--sites", "output"]
     main([*here, "--dataset", str(dataset), "--mode", "no-tools", *asked, "--stages", "configure"])
     assert main([*here, "--stages", "report", *options]) == 2
-    assert f"is a run with other {named}; a report takes them from there" in capsys.readouterr().err
+    assert f"is an evaluation with other {named}; a report takes them from there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stages", ["generate", "report", "generate,report"])

@@ -234,10 +234,10 @@ def test_the_command_writes_the_page_anew(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_directory_without_a_run_has_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(EvalError, match="no finished run"):
+    with pytest.raises(EvalError, match="no finished evaluation"):
         write_report(tmp_path)
     assert main([str(tmp_path)]) == 2
-    assert "no finished run" in capsys.readouterr().err
+    assert "no finished evaluation" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,12 +4,12 @@ from hypothesis import strategies as st
 
 from evals.config import EvalError
 from evals.scoring import Rule
-from evals.task.rewards import SHIPPED, Rewarding, load_rewards
+from evals.task.rewards import SHIPPED, Rewarder, load_rewards
 from evals.task.trajectory import Problem, Sample, Turn, scored
 
 
 def rewarded(sample: Sample, **weights: float) -> Sample:
-    return Rewarding(load_rewards(weights), pytest.fail)(sample)
+    return Rewarder(load_rewards(weights), pytest.fail)(sample)
 
 
 def sample(text: str, tokens: int = 10, calls: tuple[str, ...] = (), rule: Rule = "strict") -> Sample:
@@ -114,7 +114,7 @@ def test_each_reward_that_fails_says_so_once_for_which_sample_and_why(monkeypatc
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
     told: list[str] = []
     rewards = {"correctness": 1.0, "test_rewards:too_much": 1.0, "test_rewards:broken": 1.0}
-    reward = Rewarding(load_rewards(rewards), told.append)
+    reward = Rewarder(load_rewards(rewards), told.append)
     got = [reward(sample("5")) for _ in range(3)]
     assert [(one.rewards, one.reward) for one in got] == [({}, None)] * 3
     assert len(told) == 2
@@ -124,7 +124,7 @@ def test_each_reward_that_fails_says_so_once_for_which_sample_and_why(monkeypatc
 
 def test_tokens_that_were_not_counted_are_no_efficiency() -> None:
     told: list[str] = []
-    reward = Rewarding(load_rewards({"efficiency": 1.0}), told.append)
+    reward = Rewarder(load_rewards({"efficiency": 1.0}), told.append)
     assert reward(sample("#### 5", tokens=0)).reward is None
     assert "no usage.completion_tokens; efficiency cannot be computed" in told[0]
 

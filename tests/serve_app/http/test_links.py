@@ -13,7 +13,7 @@ from deployments.options import NO_MODEL, Options
 from serve_app.api import build_api
 from serve_app.http.errors import ApiError
 from serve_app.http.keys import Keys
-from serve_app.http.links import LASTS_S, MOST, SENT_BYTES, Link, Links
+from serve_app.http.links import LASTS_S, MOST_LINKS, SENT_BYTES, Link, Links
 from serve_app.http.ranges import PAGE_BYTES, Download
 
 ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789ab"
@@ -140,8 +140,8 @@ def test_a_link_ends_after_a_minute(links, clock):
 
 
 def test_an_owner_has_so_many_links_and_no_owner_takes_anothers_place(links, clock):
-    tokens = [links.make(of("alice")) for _ in range(MOST)]
-    assert len(set(tokens)) == MOST
+    tokens = [links.make(of("alice")) for _ in range(MOST_LINKS)]
+    assert len(set(tokens)) == MOST_LINKS
     assert code(links.make, of("alice")) == (429, "server_busy")
     links.make(of("bob"))
     links.take(tokens[3])

@@ -20,7 +20,7 @@ import websocket
 
 from deployments.client_code.job import CLASS
 from deployments.demo_model import WEIGHTS
-from serve_app.routes.nnsight import OFF
+from serve_app.routes.nnsight import CODE_DISABLED
 from tests import programs
 from tests.programs import Said
 
@@ -454,4 +454,4 @@ def test_without_the_operators_leave_no_code_is_run(served):
         assert answer.status_code == 403
         assert "allow_client_code" in answer.json()["error"]["message"]
     done = python(served.root, "-c", block("x = model.output.save()", "pass"))
-    assert done.stderr.splitlines()[-1].endswith(f"Failed to send request: {OFF}")
+    assert done.stderr.splitlines()[-1].endswith(f"Failed to send request: {CODE_DISABLED}")

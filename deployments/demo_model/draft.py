@@ -26,11 +26,11 @@ LARGEST = 99_999
 """No value in a problem is above this."""
 
 
-class Unfit(Exception):
+class UnsuitableNumbers(Exception):
     """The drawn numbers do not suit the story; draw again."""
 
 
-class Tale:
+class ProblemDraft:
     """A question under construction together with its worked steps.
 
     Attributes:
@@ -41,7 +41,7 @@ class Tale:
     """
 
     def __init__(self, rng: random.Random, hard: bool) -> None:
-        """Begin an empty tale that must (or must not) hold one hard product."""
+        """Begin an empty draft that must (or must not) hold one hard product."""
         self.rng = rng
         self.parts: list[str] = []
         self.lines: list[tuple[str, str, int]] = []
@@ -58,7 +58,7 @@ class Tale:
         """Add a step whose sentence holds `{e}` for the expression; returns the expression's value."""
         value = work_out(expression)
         if value.denominator != 1 or not 1 <= value <= LARGEST:
-            raise Unfit
+            raise UnsuitableNumbers
         text = sentence.format(e="{}", **self.words, **values)
         self.lines.append((text, expression, int(value)))
         return int(value)
@@ -80,7 +80,7 @@ class Tale:
             self.hard_left = 0
             return self.rng.randint(12, 79)
         if value > (2_000 if self.hard else 99):
-            raise Unfit
+            raise UnsuitableNumbers
         return self.rng.randint(2, 9)
 
     def amount(self) -> int:
@@ -91,14 +91,14 @@ class Tale:
     def below(self, value: int) -> int:
         """A number to take away from `value` so that something is left."""
         if value < 4:
-            raise Unfit
+            raise UnsuitableNumbers
         return min(self.amount(), self.rng.randint(2, value - 1))
 
     def divisor(self, value: int) -> int:
         """A divisor of `value` between 2 and 12 that leaves more than one share."""
         fitting = [k for k in range(2, 13) if value % k == 0 and value > k]
         if not fitting:
-            raise Unfit
+            raise UnsuitableNumbers
         return self.rng.choice(fitting)
 
     @property
