@@ -57,6 +57,7 @@ class OpenRun:
         id: The run's name.
         job: The job it is of.
         number: Which of its prompt's choices it is.
+        asked: The chat's messages, or a list of the completion's prompt alone.
         request: The engine's request it records.
         sample_id: The user's name for the sample.
         tags: The user's strings by name.
@@ -69,6 +70,7 @@ class OpenRun:
         self.id = job.run_ids[index] if job.run_ids else f"run-{request.id}"
         self.job = job
         self.number = index % job.n
+        self.asked = [job.prompts[index // job.n]] if job.messages is None else job.messages
         self.request = request
         self.created = job.created + index * 1e-6
         assert request.capture is not None
