@@ -57,6 +57,7 @@ class OpenRun:
         id: The run's id.
         job: The job of the choice.
         number: The choice's index among those of its prompt.
+        asked: The chat's messages, or a list of the completion's prompt alone.
         request: The recorded request.
         sample_id: The client's id of the sample.
         tags: The client's tags.
@@ -69,6 +70,7 @@ class OpenRun:
         self.id = job.run_ids[index] if job.run_ids else f"run-{request.id}"
         self.job = job
         self.number = index % job.n
+        self.asked = [job.prompts[index // job.n]] if job.messages is None else job.messages
         self.request = request
         self.created = job.created + index * 1e-6
         assert request.capture is not None

@@ -181,7 +181,7 @@ class Runs:
     def _facts(self, run: OpenRun, event: Finished) -> RunFacts:
         job, request = run.job, run.request
         assert job.capture is not None
-        spoken = json.dumps(job.messages if job.messages is not None else job.prompts, sort_keys=True, default=list)
+        spoken = json.dumps(run.asked, sort_keys=True, default=list)
         return RunFacts(
             run_id=run.id,
             session_id=job.session_id,

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.lm_eval:
             if not args.session:
                 raise EvalError("--lm-eval needs --session, the session of its runs")
-            table = lm_eval.labelled(args.lm_eval, args.session, args.store or Path(default_store()))
+            store = args.store or Path(default_store())
+            table = lm_eval.labelled(args.lm_eval, args.session, store, args.model)
             place, describe = args.lm_eval.parent, counted
         else:
             table, place, describe = labelled(args.results, turns=args.turns), args.results, summary
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--lm-eval", metavar="SAMPLES", type=Path, help="or a samples_*.jsonl of lm_eval --log_samples")
     parser.add_argument("--session", help="with --lm-eval: the session of the runs")
     parser.add_argument("--store", type=Path, help="with --lm-eval: the store's directory, if not this machine's")
+    parser.add_argument("--model", help="with --lm-eval: the model of the runs, where the session has several")
     parser.add_argument("--out", type=Path, help=f"the Parquet file to write (by default {NAME} beside the input)")
     parser.add_argument(
         "--turns", choices=["last", "all"], default="last", help="which runs of a conversation with tools get a row"

@@ -31,7 +31,7 @@ class _Recorded(NamedTuple):
 
     run_id: str
     session_id: str
-    correct: bool
+    correct: bool | None  # None of a sample that failed
     uris: list[str]
     mode: str
     variant: str
@@ -96,12 +96,13 @@ def write_stats(directory: Path, *, most_runs: int = MOST_RUNS, seed: int = 0) -
         seed: which.
 
     Returns:
-        The file; None where no activations were recorded. Where they cannot be read, it says `why_not`.
+        The file; None where no activations were recorded. Where they cannot be read, it says `why_not`; `lacking` is
+        how many of the runs that samples name, `of_runs`, are not among the files.
     """
     first = next(_recorded(directory), None)
     if first is None:
         return None
-    found: dict[str, Any] = {"points": {}, "of_runs": 0, "runs": 0, "sampled": False, "seed": seed}
+    found: dict[str, Any] = {"points": {}, "of_runs": 0, "lacking": 0, "runs": 0, "sampled": False, "seed": seed}
     try:
         source = files_of(directory, first.session_id, first.uris[0])
         found |= _statistics(directory, source, most_runs, seed) | {"source": str(source), "why_not": None}
@@ -122,7 +123,7 @@ def _recorded(directory: Path) -> Iterator[_Recorded]:
                     for run_id in ids:
                         last = run_id == ids[-1]
                         of = row["mode"], row["variant"]
-                        yield _Recorded(run_id, row["session_id"], bool(row["correct"]), uris, *of, last)
+                        yield _Recorded(run_id, row["session_id"], row["correct"], uris, *of, last)
 
 
 def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str, Any]:
@@ -134,8 +135,9 @@ def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str
     def found() -> Iterator[_Recorded]:
         return (run for run in _recorded(directory) if run.run_id in there)
 
-    def compared() -> Iterator[_Recorded]:
-        return (run for run in found() if run.is_last and (run.mode, run.variant) == (mode, variant))
+    def compared(runs: Iterator[_Recorded]) -> Iterator[_Recorded]:
+        its = (run for run in runs if (run.mode, run.variant) == (mode, variant))
+        return (run for run in its if run.is_last and run.correct is not None)
 
     def drawn(runs: Iterator[_Recorded]) -> dict[str, _Recorded]:
         return {run.run_id: run for run in heapq.nsmallest(most, runs, key=lambda run: rank(run.run_id, seed))}
@@ -144,14 +146,17 @@ def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str
         raise ValueError(f"{source} has none of the samples' runs")
     # Without tools, where there is that. A steered condition's name begins with that of its variant: it is not least.
     mode, _, variant = min((run.mode, run.variant != CONTROL, run.variant) for run in found())
-    last = drawn(compared())
-    of_runs, of_compared = (sum(1 for _ in runs) for runs in (found(), compared()))
+    last = drawn(compared(found()))
+    named, readable, of_compared = (
+        sum(1 for _ in runs) for runs in (_recorded(directory), found(), compared(_recorded(directory)))
+    )
     sums = _sums(source, chosen, last)
     return {
         "points": {name: _point(name, of) for name, of in sums.items()},
-        "of_runs": of_runs,
+        "of_runs": named,
+        "lacking": named - readable,
         "runs": len(chosen),
-        "sampled": len(chosen) < of_runs,
+        "sampled": len(chosen) < readable,
         "by_outcome": {"mode": mode, "variant": variant, "of_runs": of_compared, "runs": len(last)} | COMPARED,
     }
 

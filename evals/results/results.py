@@ -5,6 +5,7 @@ While a run goes on, a sample costs its own file and a line of the dataset, no m
 """
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from evals.task.trajectory import UNSCORED, Problem, Sample, failed
 FOLDER = "activations"  # below it one for each session
 TRANSFER_FILE = "transferred.json"  # in it, once all of the session is there: what `transfer` returns
 SAMPLES, TRAJECTORIES, STATES = "samples", "trajectories", "agent_states"
+logger = logging.getLogger(__name__)
 
 
 class Results(AbstractContextManager["Results"]):
@@ -62,7 +64,7 @@ class Results(AbstractContextManager["Results"]):
         score: Callable[[Sample], Sample] = lambda sample: sample,
         ids: Sequence[str] = (),
     ) -> Self:
-        """An earlier run's directory; what failed, also in being stored, is asked again.
+        """An earlier run's directory; what failed, also in being stored, or cannot be read is asked again.
 
         So is what was late, where the time limit is longer now.
 
@@ -78,6 +80,7 @@ class Results(AbstractContextManager["Results"]):
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts, ids):
             raise EvalError(f"--resume: {directory} is an evaluation with other {', '.join(differing)}")
+        _set_broken_aside(directory)
         if facts["config"]["timeout"] > earlier["config"]["timeout"]:
             _forget_late(directory)  # before config.json has the longer one: this call may be killed
         again = set()
@@ -138,6 +141,17 @@ def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:
     names = [entry.name for entry in os.scandir(directory / SAMPLES) if fnmatch(entry.name, f"*.{mode}.*.json")]
     for name in sorted(names):
         yield _read(directory / SAMPLES / name)
+
+
+def _set_broken_aside(directory: Path) -> None:
+    """Renames files that hold no whole sample, as a power cut may leave them: these samples are asked again."""
+    for path in (directory / SAMPLES).glob("*.json"):
+        try:
+            _read(path)
+        except EvalError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            logger.warning("%s: its sample is asked again", path.replace(path.with_suffix(".broken")))
 
 
 def _forget_late(directory: Path) -> None:
@@ -201,8 +215,13 @@ def scored_earlier(directory: Path) -> EvalError:
 def _read(path: Path) -> Sample:
     try:
         return Sample.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise EvalError(f"{path} cannot be read: {str(error).splitlines()[-1]}") from error
+    except OSError as error:
+        raise EvalError(f"{path} cannot be read: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        raise EvalError(f"{path} cannot be read: {reason}; evals.gsm8k --resume asks such a sample again") from error
 
 
 def _write(directory: Path, sample: Sample) -> None:

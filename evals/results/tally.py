@@ -15,6 +15,7 @@ OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "invalid", "truncated", "ti
 PAIRS = tuple(combinations(RULES, 2))
 MOST_REASONS = 20  # that are listed one by one
 OTHER = "other reasons"
+Vote = tuple[str | Decimal | None, bool]  # an answer's value, None without one, and whether it is correct
 
 
 class ConditionTally:
@@ -33,7 +34,8 @@ class ConditionTally:
         self._rule: Rule = rule
         self._counts: Counter[str] = Counter()
         self._right: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by rule and problem
-        self._votes: defaultdict[str, Counter[tuple[str | Decimal | None, bool]]] = defaultdict(Counter)
+        self._votes: defaultdict[str, Counter[Vote]] = defaultdict(Counter)
+        self._first: defaultdict[str, dict[Vote, int]] = defaultdict(dict)  # the epoch that first had the vote
         self._agreement: Counter[str] = Counter()
         self._latencies = array("d")  # seconds
         self._tokens = array("l")
@@ -60,6 +62,8 @@ class ConditionTally:
         answer = sample.answer(self._rule)
         vote = None if answer is None else SCORING[self._rule].value(answer)  # `18.0` and `18` are one vote
         self._votes[sample.id][vote, sample.correct] += 1
+        first = self._first[sample.id]
+        first[vote, sample.correct] = min(sample.epoch, first.get((vote, sample.correct), sample.epoch))
         self._agreement.update(pair_name(a, b) for a, b in PAIRS if sample.correct_by(a) == sample.correct_by(b))
         self._counts.update(
             answered=1,
@@ -111,10 +115,14 @@ class ConditionTally:
             return None
         hits = [sum(each) for each in self.correct.values()]
         ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < most] + [most]
-        # Of as many votes the answer that came first; no answer is none.
-        elected = (max(votes, key=lambda vote: (vote[0] is not None, votes[vote])) for votes in self._votes.values())
+        elected = [self._elected(problem) for problem in self._votes]
         majority = proportion(sum(correct for _, correct in elected), len(of))
         return {"most": most, "pass_at": {str(k): pass_at(k, hits, of) for k in ks}, "majority": majority}
+
+    def _elected(self, problem: str) -> Vote:
+        """The vote that most answers gave; of as many, that of the first epoch. No answer is none."""
+        votes, first = self._votes[problem], self._first[problem]
+        return max(votes, key=lambda vote: (vote[0] is not None, votes[vote], -first[vote]))
 
 
 def unswept(summary: dict[str, Any]) -> dict[str, Any]:

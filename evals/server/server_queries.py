@@ -1,5 +1,6 @@
 """Single questions to a server before a run: its models, and what it says of itself."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,9 @@ import httpx
 
 from evals.server.answers import RequestFailed, error_of, is_absent, message_of
 from evals.server.keys import headers
+
+CHECK_S = 30.0  # seconds for the answer to a request of one token
+logger = logging.getLogger(__name__)
 
 
 def first_model(base_url: str) -> str:
@@ -60,9 +64,16 @@ def ask_json(
 
 
 def refused(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's error object, where a server refuses a request by 400; empty for any other answer, and without one."""
+    """OpenAI's error object, where a server refuses a request by 400; empty for any other answer, and without one.
+
+    An answer that decides nothing is warned of.
+    """
     try:
-        response = httpx.post(url, json=body, headers=headers(), timeout=30)
-    except httpx.HTTPError:
+        response = httpx.post(url, json=body, headers=headers(), timeout=CHECK_S)
+    except httpx.HTTPError as error:
+        logger.warning("an option could not be checked before the first sample: no answer from %s: %s", url, error)
         return {}
+    if not response.is_success and response.status_code != 400:
+        said = f"HTTP {response.status_code}: {message_of(response)}"
+        logger.warning("an option could not be checked before the first sample: %s: %s", url, said)
     return (error_of(response) or {}) if response.status_code == 400 else {}

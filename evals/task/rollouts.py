@@ -3,7 +3,9 @@
 Ray Data's own async functions give results in the order of their inputs, wait at the end of each block, and
 stop their event loop while the output is full. So each of `workers` tasks has one block of the problems and an event
 loop of its own, on which its part of the `parallel` slots take the next problem as they become free. A task gives, each
-second, all that has finished since: how many requests are in flight never depends on how fast results are taken.
+second, all that has finished since: how many requests are in flight does not depend on how fast results are taken,
+until a slow reward leaves `BLOCKS` of them untaken. Then tasks keep their results, and ask nothing more from `WAITING`
+samples on, so that little is lost if the driver ends.
 A pool of actors over blocks of a few problems would need eight times the CPU time: Ray Data takes milliseconds for each
 block and each result.
 
@@ -17,14 +19,19 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 from ray.data import DataContext
+from ray.data._internal.execution.backpressure_policy import (
+    ENABLED_BACKPRESSURE_POLICIES,
+    ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
+    BackpressurePolicy,
+)
 from ray.util.annotations import RayDeprecationWarning
 
 from deployments.clusters import join, quiet_ray_data, this_node
@@ -36,10 +43,25 @@ from evals.task import steering
 from evals.task.prompts import Prompts
 from evals.task.trajectory import Problem, Sample, failed, run_problem, sample_key
 
+if TYPE_CHECKING:
+    from ray.data._internal.execution.interfaces import PhysicalOperator
+
 ANY, NONE = -1, 0  # of Ray Data's tasks that may fail
 ATTEMPT = pa.struct([("variant", pa.string()), ("epoch", pa.int32())])
 logger = logging.getLogger(__name__)
+WAITING = 64  # samples of a task that are finished and not in a block yet, and the most of a block
+BLOCKS = 2  # that wait at the driver
 GATHER_S = 1.0  # seconds: each block costs Ray Data time and memory, on cores that the model may need
+
+
+class _HeldBack(BackpressurePolicy):
+    """Takes no more blocks of the tasks while the driver has some: else Ray Data takes all at once, limited by none.
+
+    A task whose blocks are not taken stands still in its `yield`.
+    """
+
+    def max_task_output_bytes_to_read(self, op: "PhysicalOperator") -> int | None:
+        return 0 if self._topology[op].total_enqueued_output_blocks() >= BLOCKS else None
 
 
 def connect() -> None:
@@ -117,6 +139,8 @@ def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, lost: 
         )
     results.context.target_max_block_size = 1  # byte: whatever is given goes out at once
     results.context.max_errored_blocks = lost
+    policies = [*ENABLED_BACKPRESSURE_POLICIES, _HeldBack]
+    results.context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
     # Without prefetching: it would keep each result until there is a next.
     for batch in results.iter_batches(prefetch_batches=0, batch_size=None, batch_format="pyarrow"):
         for texts in cast(pa.Table, batch)["samples"].to_pylist():
@@ -138,9 +162,15 @@ def roll_out(
             environments.
     """
     finished: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    room = asyncio.Semaphore(WAITING)
     loop = asyncio.new_event_loop()
+
+    async def give(text: str) -> None:
+        await room.acquire()
+        finished.put(text)
+
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    done = asyncio.run_coroutine_threadsafe(_work(work, mode, config, prompts, slots, key, finished.put), loop)
+    done = asyncio.run_coroutine_threadsafe(_work(work, mode, config, prompts, slots, key, give), loop)
     done.add_done_callback(lambda _: finished.put(None))
     try:
         ended = False
@@ -148,6 +178,8 @@ def roll_out(
             batch = _gathered(finished)
             ended = batch[-1] is None
             if samples := [text for text in batch if text is not None]:
+                for _ in samples:
+                    loop.call_soon_threadsafe(room.release)
                 yield pa.table({"samples": pa.array([samples], pa.list_(pa.string()))})
         done.result()  # raises what the workers raised
     finally:
@@ -155,10 +187,10 @@ def roll_out(
 
 
 def _gathered(finished: queue.SimpleQueue[str | None]) -> list[str | None]:
-    """What finishes within `GATHER_S` of the next to finish; None is the end, and comes at once."""
+    """What finishes within `GATHER_S` of the next to finish, up to `WAITING`; None is the end, and comes at once."""
     batch = [finished.get()]
     until = time.monotonic() + GATHER_S
-    while batch[-1] is not None and (left := until - time.monotonic()) > 0:
+    while batch[-1] is not None and len(batch) < WAITING and (left := until - time.monotonic()) > 0:
         try:
             batch.append(finished.get(timeout=left))
         except queue.Empty:
@@ -173,7 +205,7 @@ async def _work(
     prompts: Prompts,
     slots: int,
     key: str | None,
-    give: Callable[[str], None],
+    give: Callable[[str], Awaitable[None]],
 ) -> None:
     client = ChatClient(
         config.base_url,
@@ -201,7 +233,7 @@ async def _work(
                 logger.exception("%s failed", sample_key(problem.id, mode, variant, epoch))
                 reason = f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace").decode()
                 text = failed(problem, mode, variant, reason, epoch).model_dump_json()
-            give(text)
+            await give(text)
 
     try:
         async with asyncio.TaskGroup() as workers:

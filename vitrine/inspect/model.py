@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inspect_ai._control.eval_state import stable_task_id_for_eval
 from inspect_ai.log._samples import sample_active
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput
 from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
@@ -51,7 +52,7 @@ class VitrineAPI(OpenAICompatibleAPI):
             readouts: The request field `readouts`, or one of its entries.
             interventions: The request field `interventions`.
             intervention_profile: The name of a stored profile.
-            session_id: The session of the runs; by default `inspect-` and the id of the evaluation in the log.
+            session_id: The session of the runs; by default `inspect-` and the log's `task_id`, which retries keep.
             stream: inspect_ai's option; not with `capture` or `readouts`, whose results its client drops from a stream.
             model_args: Further arguments of inspect_ai's provider `openai-api`.
 
@@ -107,7 +108,7 @@ class VitrineAPI(OpenAICompatibleAPI):
             messages: The number of messages before the answer, which is the answer's index.
         """
         active = sample_active()
-        session = self._session_id or (f"inspect-{active.eval_id}" if active else None)
+        session = self._session_id or (f"inspect-{stable_task_id_for_eval(active.eval_id)}" if active else None)
         fields: dict[str, Any] = {"session_id": session} if session and self._has_results else {}
         if self._capture is None:
             return fields

@@ -86,8 +86,9 @@ def _load(given: Options, session: str, positive: str | None, points: Sequence[s
     spans = [choice.label for choice in choices if choice.kind == "span"]
     group, store = given.group_column, given.store
     if given.evaluated:
-        session, folder, source = labels.from_evaluation(given.results, given.inspect, given.label, group, spans)
-        store = store or folder
+        session, store, source = labels.from_evaluation(
+            given.results, given.inspect, given.label, group, spans, given.store
+        )
     elif given.labels is not None:
         source = labels.from_file(given.labels, given.label, group, spans)
     else:

@@ -60,7 +60,7 @@ def from_tags(label: str, group: str | None) -> Source:
 
 
 def from_evaluation(
-    results: Path | None, log: Path | None, label: str, group: str | None, spans: Collection[str]
+    results: Path | None, log: Path | None, label: str, group: str | None, spans: Collection[str], store: Path | None
 ) -> tuple[str, Path | None, Source]:
     """Labels of an evaluation's runs by `evals.labels`.
 
@@ -70,13 +70,14 @@ def from_evaluation(
         label: A column, as `correct`, or a scorer's name.
         group: A column, as `problem`; None without groups.
         spans: Names of spans.
+        store: The store's directory; None is the one that the results name.
 
     Returns:
-        The session of the runs, its store where the results name one, and the rows. Other runs of the session, as of
-        failed samples and earlier turns, are no examples.
+        The session of the runs, its store where one is known, and the rows. Other runs of the session, as of failed
+        samples and earlier turns, are no examples.
 
     Raises:
-        EvalError: There is no such column, or not one session.
+        EvalError: There is no such column, not one session, or its store cannot be read from here.
     """
     if results is not None:
         table, directory, option = labelled(results), results, f"--results {results}"
@@ -89,10 +90,15 @@ def from_evaluation(
         raise EvalError(f"{option}: the runs are of {len(sessions)} sessions ({names}): choose runs of one")
     rows = _columns(table, option.partition(" ")[0], label, group, spans)
     uri = next((uri for uri in table["uri"].to_pylist() if uri), None)
-    try:
-        store = None if uri is None else files_of(directory, sessions[0], uri).parent
-    except ValueError as error:
-        raise EvalError(f"{option}: {error}") from error
+    if store is None and uri is not None:
+        try:
+            store = files_of(directory, sessions[0], uri).parent
+        except ValueError as error:
+            reason = str(error)
+            if log is not None:  # nothing transfers the runs of a log
+                pull = f"`python -m deployments.activations pull http://HOST:8000 {sessions[0]} --dir COPY`"
+                reason = f"{uri.rpartition('/')[0]} cannot be read from this machine: use {pull}, then --store COPY"
+            raise EvalError(f"{option}: {reason}") from error
     return sessions[0], store, _joined(rows, "run_id", label, group, spans, missing=None)
 
 

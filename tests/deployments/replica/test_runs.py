@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +121,18 @@ def test_a_server_may_answer_only_when_activations_are_archived(tmp_path, waits_
     store.writer.close()
     assert messages[-1].run.status == status
     assert ("not in the bucket" in (messages[-1].run.reason or "")) == (status == "failed")
+
+
+def test_each_prompt_of_a_list_has_the_hash_that_it_has_alone(tmp_path):
+    lone, several = ["Tom has 3."], ["Tom has 3.", [5, 6]]
+    store = SlowStore(tmp_path)
+    with serving(store) as replica:
+        for id, prompts, n in (("alone", lone, 1), ("list", several, 2)):
+            asyncio.run(replica.complete(replace(a_job(id), prompts=prompts, n=n)))
+    store.writer.close()
+    hashes = [run.messages_hash for run in runs(tmp_path / "s")]
+    first, second = (hashlib.sha256(json.dumps([prompt]).encode()).hexdigest() for prompt in several)
+    assert hashes == [first, first, first, second, second]
 
 
 def test_a_request_that_requires_its_activations_fails_with_them():

@@ -3,6 +3,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from evals.gsm8k.__main__ import main
 from evals.gsm8k.options import parse_args
 from evals.task.problems import load_problems
 from evals.task.prompts import Prompts
-from evals.task.rollouts import connect, run_all
+from evals.task.rollouts import BLOCKS, WAITING, connect, run_all
 from evals.task.trajectory import Sample
 from tests.waiting import until
 
@@ -51,6 +52,18 @@ def test_an_abandoned_run_asks_nothing_more(server: FakeServer, write_problems: 
     server.release()
     assert evaluate(server, write_problems("", "", "", name="later.jsonl"), "--mode", "no-tools")[0] == 0
     assert len(server.requests) <= 1 + 2 + 3  # what was answered, what was in flight, and what came later
+
+
+def test_workers_wait_for_a_driver_that_takes_no_samples(server: FakeServer, write_problems: Write) -> None:
+    # The block that is taken, those at the driver, in Ray's buffer and in the task, what waits there, and in flight.
+    most = WAITING * (1 + BLOCKS + 2 + 1 + 1) + 4
+    asked = most + 4 * WAITING
+    _, samples = samples_of(server, write_problems(*[""] * asked), parallel=4)
+    next(samples)
+    with suppress(AssertionError):
+        until(lambda: len(server.requests) > most, limit_s=5)
+    assert len(server.requests) <= most
+    assert len(list(samples)) + 1 == len(server.requests) == asked
 
 
 def test_both_modes_are_scored_paired_and_written(server: FakeServer, write_problems: Write) -> None:

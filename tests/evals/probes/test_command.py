@@ -251,6 +251,16 @@ def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path)
         sweep(label="right", **fast)
 
 
+def test_results_from_another_machine_are_probed_on_a_copy_of_their_store(tmp_path: Path) -> None:
+    results = make_results(tmp_path / "results", 30, activations=says(tmp_path / "store", "evaluated"))
+    record(tmp_path / "store", results)
+    (tmp_path / "store").rename(tmp_path / "copy")
+    fast: dict[str, Any] = {"results": results, "points": [POINT], "methods": ["ridge"], "resamples": 100}
+    with pytest.raises(EvalError, match="cannot be read from this machine: use --transfer-activations"):
+        sweep(label="correct", tokens=["mean"], **fast)
+    assert sweep(label="correct", tokens=["mean"], store=tmp_path / "copy", **fast).headline["n"] > 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

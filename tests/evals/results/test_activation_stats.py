@@ -84,6 +84,20 @@ def test_of_many_runs_a_seeded_sample_is_read_and_that_is_said(tmp_path: Path) -
     assert found["points"] != read(tmp_path / "results", most_runs=4, seed=1)["points"]
 
 
+def test_runs_that_are_elsewhere_are_counted_and_failed_samples_are_not_compared(tmp_path: Path) -> None:
+    outcomes = {"r0": True, "r1": False, "r2": None, "r3": None}
+    with Store(tmp_path / "store") as store:
+        metas = {run_id: store.record(run_id, points(1, 4)) for run_id in outcomes}
+        store.record("r4", points(1, 4), session="another")
+    uri = next(iter(metas["r0"]["runs"][0]["points"].values()))["uri"]
+    samples(tmp_path / "results", [(run_id, correct, [uri]) for run_id, correct in (outcomes | {"r4": True}).items()])
+    found = read(tmp_path / "results")
+    assert (found["of_runs"], found["runs"], found["lacking"], found["sampled"]) == (5, 4, 1, False)
+    assert (found["by_outcome"]["of_runs"], found["by_outcome"]["runs"]) == (3, 2)
+    for of in found["points"].values():
+        assert [of["by_outcome"][group]["runs"] for group in ("correct", "other")] == [1, 1]
+
+
 def test_right_answers_and_others_are_sampled_within_their_condition(tmp_path: Path) -> None:
     values = {f"r{i}": (i % 2 == 0, points(i, 2)) for i in range(6)}
     values |= {f"r{i}@no-tools/control_scale{i}": (True, points(i, 2)) for i in range(60)}

@@ -11,9 +11,10 @@ import pytest
 from fake_openai import FakeServer
 from made import make_results
 
+from evals.config import EvalError
 from evals.gsm8k.__main__ import main
 from evals.gsm8k.summary import conclude, summarize
-from evals.results.results import Results
+from evals.results.results import Results, read_samples
 
 Write = Callable[..., Path]
 LABELS = ("", "[wrong]", "[invalid]", "[cut]", "[loop]", "[refused]")
@@ -141,6 +142,18 @@ def test_late_samples_are_asked_again_with_a_longer_limit_also_after_a_call_that
         with Results.resume(directory, facts) as results:
             assert not results.has(path.stem)
     assert (read(path)["outcome"], read(path)["correct_strict"]) == ("failed", None)
+
+
+def test_a_sample_file_that_is_empty_is_named_and_asked_again(tmp_path: Path) -> None:
+    directory = make_results(tmp_path / "run", 4, modes=("no-tools",), skill=1.0)
+    path = min((directory / "samples").iterdir())
+    path.write_bytes(b"")
+    with pytest.raises(EvalError, match=rf"{path} cannot be read: Invalid JSON: EOF .*; evals.gsm8k --resume"):
+        list(read_samples(directory))
+    with Results.resume(directory, read(directory / "config.json")) as results:
+        assert not results.has(path.stem)
+    assert len(list(read_samples(directory))) == 3
+    assert path.with_suffix(".broken").exists()
 
 
 def test_a_sample_without_an_answer_has_no_part_in_latency(tmp_path: Path) -> None:

@@ -15,6 +15,17 @@ def answered(text: str, rule: Rule, epoch: int) -> Sample:
     return scored(one, rule)
 
 
+def test_of_as_many_votes_the_first_epoch_decides_in_any_order_of_files() -> None:
+    tally = ConditionTally("strict")
+    for epoch, text in ((1, "#### 18"), (10, "#### 7"), (11, "#### 7"), (2, "#### 18")):
+        tally.add(answered(text, "strict", epoch))
+    assert tally.summary()["epochs"]["majority"]["correct"] == 1
+    late = ConditionTally("strict")
+    for epoch, text in ((10, "#### 7"), (11, "#### 7"), (2, "#### 18"), (3, "#### 18")):
+        late.add(answered(text, "strict", epoch))
+    assert late.summary()["epochs"]["majority"]["correct"] == 1
+
+
 @pytest.mark.parametrize(
     ("rule", "texts"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -25,6 +26,23 @@ def test_a_scorer_is_a_label_and_the_sample_the_group(logs: dict[str, Path], tmp
         assert row["few_boxes"] == (int(row["problem"].split("-")[1]) < 4)
         assert isinstance(row["match"], bool)
         assert row["span.end"][0] > row["span.prompt_last"][0] > 0
+
+
+def test_calls_of_another_model_are_no_rows_and_counted(logs: dict[str, Path]) -> None:
+    table = labelled(logs["sums"])
+    left = json.loads(table.schema.metadata[b"labels"])["left_out"]
+    assert (table.num_rows, left["calls of other models"]) == (16, 16)
+
+
+def test_the_runs_of_a_retried_evaluation_are_of_one_session(
+    evaluate: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    env = {"TRIED": str(tmp_path / "tried")}
+    (first,) = evaluate("retried.py", "-M", "capture=true", "--max-samples", "1", fails=True, **env)
+    (log,) = evaluate(str(first), retry=True, **env)
+    rows = labelled(log).to_pylist()
+    assert sorted(row["problem"] for row in rows) == ["first", "second"]
+    assert len({row["session_id"] for row in rows}) == 1
 
 
 def test_of_a_tool_loop_the_last_turn_counts_in_each_epoch(logs: dict[str, Path]) -> None:

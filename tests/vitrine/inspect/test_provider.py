@@ -27,7 +27,7 @@ def calls(sample):
 def test_each_call_of_a_tool_loop_names_its_stored_run(client, read):
     log = read["loop"]
     (session,) = {call.metadata["session_id"] for sample in log.samples for call in calls(sample)}
-    assert session == f"inspect-{log.eval.eval_id}"
+    assert session == f"inspect-{log.eval.task_id}"
     stored = client.get(f"/activations/session/{session}", cast_to=object)["runs"]
     tags = {run["run_id"]: run["tags"] for run in stored}
     assert len(tags) == sum(len(calls(sample)) for sample in log.samples)
