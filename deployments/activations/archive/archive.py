@@ -285,10 +285,10 @@ class Archive:
         owners = {name: dict(one._asdict()) for name, one in self._copies_of.all().items()}
         now = {("pin", name): True for name in self._pins.names()} | {("owner", name): owners[name] for name in owners}
         known = self._records()
-        changed = {name: value for name, value in now.items() if known.get(name) != value}
+        changed: dict[tuple[str, str], Any] = {key: value for key, value in now.items() if known.get(key) != value}
         changed |= dict.fromkeys(known.keys() - now.keys())
         [[last]] = self._catalogue.select("SELECT coalesce(max(at), 0) FROM records")
-        lines = [record(*name, value, last) for name, value in changed.items()]
+        lines = [record(*key, value, last) for key, value in changed.items()]
         if lines:
             self._write(lines)
         self._copied = version
