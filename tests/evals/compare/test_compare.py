@@ -158,7 +158,7 @@ def test_runs_of_different_rules_are_compared_by_the_first_ones(tmp_path: Path, 
     _, printed, _ = say(a, b, "--html", tmp_path / "page.html")
     assert "b less a  +0.0 points" in printed
     assert "outcomes and rewards are by each evaluation's own rule" in printed
-    assert "rewards are by each run&#39;s own rule" in (tmp_path / "page.html").read_text()
+    assert "rewards are by each evaluation&#39;s own rule" in (tmp_path / "page.html").read_text()
     assert "flexible ±SE" in printed
     assert "strict ±SE" not in printed
     assert re.search(r"config\.rule\n +a +flexible\n +b +strict\n", printed)
