@@ -285,8 +285,8 @@ class Archive:
         owners = {name: dict(one._asdict()) for name, one in self._copies_of.all().items()}
         now = {("pin", name): True for name in self._pins.names()} | {("owner", name): owners[name] for name in owners}
         known = self._records()
-        changed = {name: value for name, value in now.items() if known.get(name) != value}
-        changed |= dict.fromkeys(known.keys() - now.keys())
+        changed: dict[tuple[str, str], Any] = dict.fromkeys(known.keys() - now.keys())
+        changed |= {name: value for name, value in now.items() if known.get(name) != value}
         [[last]] = self._catalogue.select("SELECT coalesce(max(at), 0) FROM records")
         lines = [record(*name, value, last) for name, value in changed.items()]
         if lines:
