@@ -285,10 +285,10 @@ class Archive:
         owners = {name: dict(one._asdict()) for name, one in self._copies_of.all().items()}
         now = {("pin", name): True for name in self._pins.names()} | {("owner", name): owners[name] for name in owners}
         known = self._records()
-        changed: dict[tuple[str, str], Any] = {key: value for key, value in now.items() if known.get(key) != value}
-        changed |= dict.fromkeys(known.keys() - now.keys())
+        changed: dict[tuple[str, str], Any] = dict.fromkeys(known.keys() - now.keys())
+        changed |= {name: value for name, value in now.items() if known.get(name) != value}
         [[last]] = self._catalogue.select("SELECT coalesce(max(at), 0) FROM records")
-        lines = [record(*key, value, last) for key, value in changed.items()]
+        lines = [record(*name, value, last) for name, value in changed.items()]
         if lines:
             self._write(lines)
         self._copied = version
@@ -310,7 +310,7 @@ class Archive:
         return {(kind, session_id): json.loads(value) for kind, session_id, value in found}
 
     def _merge(self) -> None:
-        """Replace many parts of the manifest by one snapshot."""
+        """Have one snapshot stand for the parts of the manifest, where there are many."""
         applied = self._catalogue.select("SELECT name FROM applied")
         if len(applied) < MANY_PARTS:
             return

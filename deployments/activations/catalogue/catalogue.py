@@ -156,8 +156,10 @@ class Catalogue(Queries):
         try:
             for file in scan(root):
                 row = file.session_id, file.uri, file.bytes, file.modified_ns
-                changed |= set() if row in known else {file.session_id}
-                known.discard(row)
+                if row in known:
+                    known.remove(row)
+                else:
+                    changed.add(file.session_id)
         except OSError:  # it is tried again, and said
             self._guarded(self._look)
         else:
