@@ -1,4 +1,4 @@
-"""One copy of a model's weights: loaded, instrumented by nnsight, and probed for how its sequences may run."""
+"""One copy of a model's weights: loaded, and probed for how its sequences may run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from nnsight import LanguageModel
-from nnsight._c import unmount
 from transformers.cache_utils import DynamicCache
 
 from deployments.model.attention import configs_of, packed_attention
@@ -24,13 +22,15 @@ from deployments.places.points import Points
 
 NO_READERS: Readers = MappingProxyType({})
 
-if unmount is not None:
-    # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
-    unmount("save")
 
+def import_nnsight() -> Any:
+    """Import nnsight without the `.save` that it gives every object in the process: other libraries trip over that."""
+    import nnsight
+    from nnsight._c import unmount
 
-class InstrumentedModel(LanguageModel):  # type: ignore[misc]
-    """nnsight's language model over weights that are already loaded."""
+    if unmount is not None and hasattr(object, "save"):
+        unmount("save")
+    return nnsight
 
 
 class Model:
@@ -39,7 +39,6 @@ class Model:
     Attributes:
         name: What it was loaded from.
         hf: The Hugging Face module; every forward goes through it whole.
-        nnsight: nnsight's view of the same modules.
         tokenizer: Its tokenizer.
         points: Its capture points.
         context: The most tokens a sequence may have.
@@ -77,7 +76,6 @@ class Model:
         self.eos = _end_tokens(hf, tokenizer)
         self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
         self.points = Points.learn(hf)
-        self.nnsight = InstrumentedModel(hf, tokenizer=tokenizer)
         self._hooks = Hooks(hf)
         self._configs = configs_of(hf)
         self._wanted: torch.Tensor | None = None
@@ -88,6 +86,15 @@ class Model:
         if batch_invariant:
             make_batch_invariant(self)
         self.unembedding = Unembedding(hf, self.points)
+
+    @functools.cached_property
+    def nnsight(self) -> Any:
+        """The same modules as nnsight's `LanguageModel`, made at its first use: the engine has no need of it.
+
+        Raises:
+            ImportError: nnsight is not installed.
+        """
+        return import_nnsight().LanguageModel(self.hf, tokenizer=self.tokenizer)
 
     @property
     def device(self) -> torch.device:
