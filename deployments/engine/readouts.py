@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -54,20 +56,40 @@ class _Taker:
 
 
 class Stacks:
-    """The weights of linear readouts that were read together, side by side; the last ones used are kept."""
+    """The weights of linear readouts that were read together, side by side; the last ones used are kept.
+
+    All together take no more memory than their readouts, whose `bytes` count it. A stack goes with any of its readouts.
+    """
 
     def __init__(self) -> None:
-        self._of: OrderedDict[tuple[Readout, ...], Stack] = OrderedDict()
+        self._of: OrderedDict[tuple[weakref.ref[Readout], ...], Stack] = OrderedDict()
+        self._lock = threading.RLock()  # readouts are freed on any thread, also within `of`
+
+    @property
+    def bytes(self) -> int:
+        """Memory that all stacks take beside their readouts."""
+        return sum(stack.bytes for stack in self._of.values())
 
     def of(self, readouts: Iterable[Readout]) -> Stack:
         """The stack of these readouts, each once."""
-        key = tuple(dict.fromkeys(readouts))
-        if key not in self._of:
-            self._of[key] = Stack(key)
-            if len(self._of) > MOST_STACKS:
-                self._of.popitem(last=False)
-        self._of.move_to_end(key)
-        return self._of[key]
+        used = tuple(dict.fromkeys(readouts))
+        with self._lock:
+            key = tuple(map(weakref.ref, used))
+            if (stack := self._of.get(key)) is None:
+                key = tuple(weakref.ref(one, self._drop) for one in used)
+                stack = self._of[key] = Stack(used)
+                known = {one for of in self._of for ref in of if (one := ref())}
+                most = sum(one.bytes for one in known) // 2
+                while len(self._of) > MOST_STACKS or self.bytes > most:
+                    self._of.popitem(last=False)
+            else:
+                self._of.move_to_end(key)
+            return stack
+
+    def _drop(self, freed: weakref.ref[Readout]) -> None:
+        with self._lock:
+            for key in [key for key in self._of if any(ref is freed for ref in key)]:
+                self._of.pop(key, None)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,7 +23,7 @@ class Readout:
         spec: What it is.
         count: How many values it gives of a row.
         hidden: Entries of a row that it reads.
-        bytes: Memory that its tensors take.
+        bytes: Memory that its tensors take, of a linear readout also for a copy in stacks.
         batch_invariant: Whether a row's values have the same bits whatever other rows and readouts are read with it.
     """
 
@@ -47,7 +48,8 @@ class Readout:
             if self.spec.rescale_acts_by_decoder_norm:
                 self._tensors["norms"] = self._tensors["W_dec"].norm(dim=-1)
         self._tensors = {name: tensor.to(device) for name, tensor in self._tensors.items()}
-        self.bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        copies = 2 if self.spec.kind == "linear" else 1
+        self.bytes = copies * sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
     def weight(self) -> torch.Tensor:
@@ -167,18 +169,24 @@ def _folded(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, t
 
 
 class Stack:
-    """Linear readouts of one point, side by side.
+    """Linear readouts of one point, side by side, as long as somebody else holds them.
 
     Attributes:
         first: Each one's first column.
+        bytes: Memory that it takes beside theirs: a copy of several ones' tensors.
     """
 
     def __init__(self, readouts: Sequence[Readout]) -> None:
-        self._readouts = readouts
-        self._weight = torch.cat([one.weight for one in readouts], dim=1)  # [hidden, all]
-        self._bias = torch.cat([one.bias for one in readouts])
         counts = [one.count for one in readouts]
-        self.first = {one: sum(counts[:i]) for i, one in enumerate(readouts)}
+        self.first = WeakKeyDictionary({one: sum(counts[:i]) for i, one in enumerate(readouts)})
+        self._batch_invariant = any(one.batch_invariant for one in readouts)
+        self.bytes = 0
+        if len(readouts) == 1:
+            self._weight, self._bias = readouts[0].weight, readouts[0].bias
+        elif not self._batch_invariant:
+            self._weight = torch.cat([one.weight for one in readouts], dim=1)  # [hidden, all]
+            self._bias = torch.cat([one.bias for one in readouts])
+            self.bytes = self._weight.nbytes + self._bias.nbytes
         kinds = [one.spec.activation for one in readouts for _ in range(one.count)]
         columns = {kind: [i for i, one in enumerate(kinds) if one == kind] for kind in ("sigmoid", "relu")}
         self._columns = {
@@ -187,10 +195,10 @@ class Stack:
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         """Their values of rows [rows, hidden]: [rows, all], in float32."""
-        if not any(one.batch_invariant for one in self._readouts):
+        if not self._batch_invariant:
             return self._product(rows)
-        if len(self._readouts) > 1:
-            return torch.cat([one.encode(rows) for one in self._readouts], dim=1)
+        if len(self.first) > 1:
+            return torch.cat([one.encode(rows) for one in self.first], dim=1)
         return in_tiles(rows.float(), len(self._bias), self._product)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:

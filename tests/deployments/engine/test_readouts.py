@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from pydantic import TypeAdapter
 
 from deployments.engine.engine import Engine
+from deployments.engine.readouts import Stacks
 from deployments.engine.request import Delta, Finished, PromptLogprobs, Request
 from deployments.interventions.resolve import EditResolver
 from deployments.interventions.stored_tensors import FetchedTensors
@@ -433,3 +436,20 @@ def test_columns_of_values_count_in_the_memory_that_waits_to_be_written(model, d
     engine.submit(request(model, "a", PROMPT, 6, ["early"], capture=ALL))
     done = endings(drain(engine))["a"]
     assert engine.statistics.capture_bytes == done.captured.bytes
+
+
+def test_weights_side_by_side_take_no_more_memory_than_their_readouts_and_go_with_them() -> None:
+    readouts = [Readout(define(linear(32, count), {"name": "a"}), torch.device("cpu")) for count in range(20, 26)]
+    stacks, own = Stacks(), sum(one.weight.nbytes + one.bias.nbytes for one in readouts)
+    assert sum(one.bytes for one in readouts) == 2 * own
+    for pair in itertools.permutations(readouts, 2):
+        stack = stacks.of(pair)
+        assert stacks.of(pair) is stack
+        assert stack.bytes <= stacks.bytes <= own
+    assert stacks.of(readouts[:1]).bytes == 0
+    freed = weakref.ref(readouts[-1])
+    del pair
+    del readouts[-1]
+    assert freed() is None
+    readouts.clear()
+    assert stacks.bytes == 0

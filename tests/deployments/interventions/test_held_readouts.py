@@ -50,7 +50,7 @@ def job(id: str, *names: str) -> Job:
     return Job(id, prompts=["a"], readouts=tuple(AskedReadout(name=name) for name in names))
 
 
-def held(store: Store, most: int = 2000, model: str = "demo") -> HeldReadouts:
+def held(store: Store, most: int = 4000, model: str = "demo") -> HeldReadouts:
     return HeldReadouts(model, torch.device("cpu"), store, most, ThreadPoolExecutor(1))
 
 
@@ -77,7 +77,7 @@ def test_readouts_in_use_stay_and_a_request_for_more_is_told_so() -> None:
             with pytest.raises(RequestError, match="other requests' readouts take the memory") as refused:
                 await table.fetch(job("2", "c", "d"))
             assert (refused.value.status, refused.value.code) == (429, "server_busy")
-        with table.lending("3"), pytest.raises(RequestError, match="limit is 2000") as refused:
+        with table.lending("3"), pytest.raises(RequestError, match="limit is 4000") as refused:
             await table.fetch(job("3", "a", "b", "c", "d"))
         assert refused.value.field == "readouts[3].name"
 
