@@ -16,6 +16,9 @@ class CaptureBudget:
     request that holds more than its share stands still until some of it is written. So a slow disk slows the
     requests that record, and neither the others nor their memory. Requests for the last rows alone hold these
     until their end; half of the budget is theirs, and who does not fit into it waits.
+
+    Attributes:
+        bytes: Bytes that were handed out and are not written yet.
     """
 
     def __init__(self, budget: int | None) -> None:
@@ -26,11 +29,7 @@ class CaptureBudget:
         """
         self.budget = budget
         self._unwritten: Counter[str] = Counter()  # request id -> bytes; of ended requests, too
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that were handed out and are not written yet."""
-        return self._unwritten.total()
+        self.bytes = 0
 
     def left(self, seqs: Iterable[Sequence]) -> int | None:
         """The bytes that are neither gathered by these nor unwritten; None for any number."""
@@ -70,9 +69,11 @@ class CaptureBudget:
         """Note bytes that were handed out."""
         if self.budget is not None:
             self._unwritten[seq.request.id] += size
+            self.bytes += size
 
     def written(self, request_id: str, size: int) -> None:
         """Note bytes that are written, or given up."""
+        self.bytes -= min(size, self._unwritten[request_id])
         self._unwritten[request_id] -= size
         if self._unwritten[request_id] <= 0:
             del self._unwritten[request_id]
