@@ -81,8 +81,9 @@ class Model:
         self._wanted: torch.Tensor | None = None
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.packs = True
-        self.batch_invariant = batch_invariant
+        self.batch_invariant = False
         find_packing(self)
+        self.batch_invariant = batch_invariant
         if batch_invariant:
             make_batch_invariant(self)
         self.unembedding = Unembedding(hf, self.points)
