@@ -68,7 +68,7 @@ bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and n
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.readouts
 
 bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transformers, and speed
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.gpu
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.gpu
 
 bench-serving: $(VENV)/.ready-dev  ## the cost of HTTP, and transformers serve
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving

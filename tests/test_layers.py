@@ -185,11 +185,12 @@ LIGHT_SERVER = ["activations.reader.pulling", "model_files.names", "model_files.
         [("vitrine.server", ["torch", "ray", "pandas", "matplotlib", "pyarrow.dataset"])],  # has `vitrine.connect`
         [
             *((f"deployments.activations.{name}", ["ray", "datasets"]) for name in STORED),
-            ("deployments.engine.engine", ["ray"]),
+            ("deployments.engine.engine", ["ray", "nnsight"]),
         ],
         [(name, ["torch"]) for name in (*(f"deployments.{one}" for one in LIGHT_SERVER), "serve_app.ingress")],
+        [("benchmarks.gpu", ["ray", "nnsight", "pyarrow"])],
     ],
-    ids=["client", "stored rows and engine", "server"],
+    ids=["client", "stored rows and engine", "server", "GPU"],
 )
 def test_modules_do_not_import_heavy_packages(expected):
     code = f"""import importlib, sys

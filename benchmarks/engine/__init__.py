@@ -1,1 +1,1 @@
-"""Benchmarks of the engine in one process, without a server: speed, memory, readouts, and a GPU."""
+"""Benchmarks of the engine in one process, without a server: speed, memory and readouts."""

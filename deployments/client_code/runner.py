@@ -21,8 +21,10 @@ from deployments.client_code.processes import JobProcess, JobProcesses, sandbox
 from deployments.client_code.sandbox import Sandbox
 from deployments.errors import LoadError, RequestError
 from deployments.exposure import is_loopback
-from deployments.model.model import Model
+from deployments.model.model import Model, import_nnsight
 from deployments.options import Options
+
+import_nnsight()  # as modules above have: this takes its `.save` off all objects
 
 logger = logging.getLogger("ray.serve")
 

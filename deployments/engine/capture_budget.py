@@ -16,6 +16,9 @@ class CaptureBudget:
     request that holds more than its share is paused until some of its rows are stored. A slow disk therefore slows
     only the requests that record. Requests for the last rows keep these until the end; half of the budget is
     reserved for them, and a request that does not fit into it waits.
+
+    Attributes:
+        bytes: Bytes that are released and not stored yet.
     """
 
     def __init__(self, budget: int | None) -> None:
@@ -26,11 +29,7 @@ class CaptureBudget:
         """
         self.budget = budget
         self._unwritten: Counter[str] = Counter()  # request id -> bytes, ended requests included
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that are released and not stored yet."""
-        return self._unwritten.total()
+        self.bytes = 0
 
     def left(self, seqs: Iterable[Sequence]) -> int | None:
         """The bytes left beside those gathered by these sequences and those not stored yet; None for no limit."""
@@ -70,9 +69,11 @@ class CaptureBudget:
         """Count released bytes."""
         if self.budget is not None:
             self._unwritten[seq.request.id] += size
+            self.bytes += size
 
     def written(self, request_id: str, size: int) -> None:
         """Subtract bytes that are stored or discarded."""
+        self.bytes -= min(size, self._unwritten[request_id])
         self._unwritten[request_id] -= size
         if self._unwritten[request_id] <= 0:
             del self._unwritten[request_id]

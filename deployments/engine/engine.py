@@ -257,17 +257,13 @@ class Engine:
 
     def _receive(self, message: Request | str | _Written | _Compiled | None, events: list[Event]) -> None:
         if isinstance(message, Request):
-            capture = message.capture
-            recording = None
-            if capture:
-                recording = CaptureBuffer(capture, message.points, len(message.prompt), message.max_tokens)
-            text = TextStream(self.model.tokenizer, message.stop, message.markers)
-            vocabulary = self.model.hf.get_output_embeddings().out_features
-            sampling_state = SamplingState(message, self.model.eos, vocabulary)
-            scores = PromptScores(message, vocabulary) if message.prompt_logprobs is not None else None
-            seq = Sequence(message, text, sampling_state, recording, next(self._arrivals), scores)
-            seq.readouts = SequenceReadouts(message) if message.readouts else None
-            self._scheduler.waiting.append(seq)
+            try:
+                self._scheduler.waiting.append(self._sequence(message))
+            except Exception as error:  # of what it asks for, such as its grammar: it ends this request, and no other
+                logger.exception("request %s failed before its first forward", message.id)
+                self._queued.discard(message.id)
+                said = f"{type(error).__name__}: {error}"
+                events.append(Finished(message.id, "error", message.prompt, error=said))
         elif isinstance(message, str):
             self._cancel(message, events)
         elif isinstance(message, _Written):
@@ -275,6 +271,19 @@ class Engine:
             self._settle()
         elif isinstance(message, _Compiled):
             self._settle()
+
+    def _sequence(self, request: Request) -> Sequence:
+        """What a request's tokens, rows and text go to."""
+        recording = None
+        if request.capture:
+            recording = CaptureBuffer(request.capture, request.points, len(request.prompt), request.max_tokens)
+        text = TextStream(self.model.tokenizer, request.stop, request.markers)
+        vocabulary = self.model.hf.get_output_embeddings().out_features
+        sampling_state = SamplingState(request, self.model.eos, vocabulary)
+        scores = PromptScores(request, vocabulary) if request.prompt_logprobs is not None else None
+        seq = Sequence(request, text, sampling_state, recording, next(self._arrivals), scores)
+        seq.readouts = SequenceReadouts(request) if request.readouts else None
+        return seq
 
     def _cancel(self, request_id: str, events: list[Event]) -> None:
         for seq in (*self._scheduler.waiting, *self._scheduler.running):

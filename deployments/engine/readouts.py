@@ -17,6 +17,7 @@ from deployments.places.place import Place
 from deployments.readouts.values import Readout, Stack, largest
 
 MOST_STACKS = 64  # sets of readouts whose concatenated weights are kept
+MOST_STACK_BYTES = 256 << 20  # of these, the last one apart
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,17 @@ class Stacks:
     def __init__(self) -> None:
         self._of: OrderedDict[tuple[Readout, ...], Stack] = OrderedDict()
 
+    @property
+    def bytes(self) -> int:
+        """Memory of the concatenated weights."""
+        return sum(stack.bytes for stack in self._of.values())
+
     def of(self, readouts: Iterable[Readout]) -> Stack:
         """The stack of these readouts, without repetition."""
         key = tuple(dict.fromkeys(readouts))
         if key not in self._of:
             self._of[key] = Stack(key)
-            if len(self._of) > MOST_STACKS:
+            while len(self._of) > MOST_STACKS or (len(self._of) > 1 and self.bytes > MOST_STACK_BYTES):
                 self._of.popitem(last=False)
         self._of.move_to_end(key)
         return self._of[key]

@@ -20,6 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from deployments.model.kv_cache import PAGE, Packed, PagedCache, TokenSpan
 from deployments.model.native import Call, kernel
+from deployments.model.packing import UnsupportedModelError
 from deployments.places.attention_patterns import ROWS, patterns_of
 
 NAME = "vitrine_packed"
@@ -112,6 +113,7 @@ def _attend(
 
     Raises:
         TypeError: The model uses a feature that packed rows do not support.
+        UnsupportedModelError: The model is batch invariant, and no kernel takes its dtype.
     """
     cache = _running.cache
     assert cache is not None, "only an engine's forward runs with it"
@@ -126,6 +128,8 @@ def _attend(
     if run:
         query, key, value = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (query, key, value))
         out = _by_kernel(run, cache.packed, layer, query, key, value, softmax)
+    elif _running.batch_invariant:
+        raise UnsupportedModelError(f"batch_invariant needs the attention kernel, which does not take {query.dtype}")
     else:
         out = _by_torch(cache.packed, layer, query, key, value, softmax)
     shown = module.__dict__.get(ROWS)  # a missing attribute would cost a search in torch

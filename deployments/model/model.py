@@ -1,4 +1,4 @@
-"""One copy of a model's weights: loaded, instrumented by nnsight, and tested for how its sequences may run."""
+"""One copy of a model's weights: loaded, and tested for how its sequences may run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from nnsight import LanguageModel
-from nnsight._c import unmount
 from transformers.cache_utils import DynamicCache
 
 from deployments.model.attention import configs_of, packed_attention
@@ -24,13 +22,15 @@ from deployments.places.points import Points
 
 NO_READERS: Readers = MappingProxyType({})
 
-if unmount is not None:
-    # nnsight adds `.save` to every object in the process, which breaks other libraries' classes.
-    unmount("save")
 
+def import_nnsight() -> Any:
+    """Import nnsight without the `.save` that it gives every object in the process: other libraries trip over that."""
+    import nnsight
+    from nnsight._c import unmount
 
-class InstrumentedModel(LanguageModel):  # type: ignore[misc]
-    """nnsight's language model over weights that are already loaded."""
+    if unmount is not None and hasattr(object, "save"):
+        unmount("save")
+    return nnsight
 
 
 class Model:
@@ -77,17 +77,26 @@ class Model:
         self.eos = _end_tokens(hf, tokenizer)
         self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
         self.points = Points.learn(hf)
-        self.nnsight = InstrumentedModel(hf, tokenizer=tokenizer)
         self._hooks = Hooks(hf)
         self._configs = configs_of(hf)
         self._wanted: torch.Tensor | None = None
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.packs = True
-        self.batch_invariant = batch_invariant
+        self.batch_invariant = False
         find_packing(self)
+        self.batch_invariant = batch_invariant
         if batch_invariant:
             make_batch_invariant(self)
         self.unembedding = Unembedding(hf, self.points)
+
+    @functools.cached_property
+    def nnsight(self) -> Any:
+        """The same modules as nnsight's `LanguageModel`, made at its first use: the engine has no need of it.
+
+        Raises:
+            ImportError: nnsight is not installed.
+        """
+        return import_nnsight().LanguageModel(self.hf, tokenizer=self.tokenizer)
 
     @property
     def device(self) -> torch.device:

@@ -171,12 +171,14 @@ class Stack:
 
     Attributes:
         first: The first column of each readout.
+        bytes: Memory of their weights.
     """
 
     def __init__(self, readouts: Sequence[Readout]) -> None:
         self._readouts = readouts
         self._weight = torch.cat([one.weight for one in readouts], dim=1)  # [hidden, all]
         self._bias = torch.cat([one.bias for one in readouts])
+        self.bytes = self._weight.nbytes + self._bias.nbytes
         counts = [one.count for one in readouts]
         self.first = {one: sum(counts[:i]) for i, one in enumerate(readouts)}
         kinds = [one.spec.activation for one in readouts for _ in range(one.count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -163,7 +164,7 @@ class GrammarCompiler:
         self._eos = sorted(id for id in model.eos if id < self._vocabulary)
         self._lock = threading.Lock()
         self._made: LLTokenizer | None = None
-        self._compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
+        self._compiled: OrderedDict[str, Grammar] = OrderedDict()  # by their texts, the last used at the end
 
     def compile(self, source: str, field: str) -> Grammar:
         """Compile a grammar in llguidance's Lark.
@@ -180,8 +181,16 @@ class GrammarCompiler:
             message = f"as a grammar it has {len(source)} characters; the limit is {MOST_CHARACTERS}"
             raise RequestError(message, field)
         try:
-            grammar = self._compiled(source)
-            return self._compile(source) if grammar.worn else grammar
+            with self._lock:
+                grammar = self._compiled.get(source)
+            if grammar is None or grammar.worn:
+                grammar = self._compile(source)
+            with self._lock:
+                self._compiled[source] = grammar
+                self._compiled.move_to_end(source)
+                if len(self._compiled) > CACHED_GRAMMARS:
+                    self._compiled.popitem(last=False)
+            return grammar
         except ValueError as error:
             raise RequestError(str(error), field) from error
 

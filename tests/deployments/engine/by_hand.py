@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import nnsight
 import torch
 
 from deployments.engine.edits import Edit
-from deployments.model.model import Model
+from deployments.model.model import Model, import_nnsight
 from deployments.places.place import Place, Point
 from deployments.points.capture import Capture
 
+nnsight = import_nnsight()
 Values = dict[str, torch.Tensor]  # point name -> [tokens, ...]
 
 

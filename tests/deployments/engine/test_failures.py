@@ -32,6 +32,21 @@ def test_a_request_whose_token_cannot_be_taken_ends_alone(tiny, prompt, drain, e
     assert [done[id].tokens for id in ("0", "2")] == [alone[0], alone[2]]
 
 
+def test_a_request_that_cannot_be_taken_in_ends_alone(tiny, prompt, drain, endings, monkeypatch):
+    engine = Engine(tiny("qwen3"))
+
+    class Broken:
+        def begin(self):
+            raise ValueError("the grammar's own fault")
+
+    engine.submit(Request("broken", prompt(4), 3, grammar=Broken()))
+    engine.submit(Request("sound", prompt(5), 3, ignore_eos=True))
+    done = endings(drain(engine))
+    assert (done["broken"].reason, done["broken"].error) == ("error", "ValueError: the grammar's own fault")
+    assert engine.has_begun("broken")  # it waits no more
+    assert len(done["sound"].tokens) == 3
+
+
 def test_an_assertion_of_a_models_own_code_ends_its_requests_and_not_the_engine(tiny, prompt):
     engine = Engine(tiny("qwen3"))
 

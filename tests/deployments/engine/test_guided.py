@@ -243,16 +243,33 @@ def test_rows_of_one_grammar_do_not_use_up_each_others_states(demo, prompt, monk
     assert shared.worn
 
 
-def test_while_a_grammar_is_compiled_anew_other_rows_go_on(demo, prompt, capturing, endings, monkeypatch):
-    shared = limited(monkeypatch, demo, 300)
+def use_up(model, shared):
+    """Have a grammar's rows learn as many states as they may."""
     numbers = random.Random(0)
-    while not shared.worn:  # its rows have used up their states
+    while not shared.worn:
         row = shared.begin()
         for _ in range(60):
-            going_on = set(row.allowed().nonzero().flatten().tolist()) - demo.eos
+            going_on = set(row.allowed().nonzero().flatten().tolist()) - model.eos
             if not going_on:
                 break
             row.add(numbers.choice(sorted(going_on)))
+
+
+def test_a_grammar_whose_states_are_used_up_is_compiled_once_for_all_later_requests(demo, monkeypatch):
+    monkeypatch.setattr(guided_module, "LIMITS", LLParserLimits(max_lexer_states=300))
+    compiler, source = GrammarCompiler(demo), 'start: /"[ab]*a[ab]{24}"/'
+    first = compiler.compile(source, "response_format")
+    assert compiler.compile(source, "response_format") is first
+    use_up(demo, first)
+    second = compiler.compile(source, "response_format")
+    assert second is not first
+    assert not second.worn
+    assert compiler.compile(source, "response_format") is second
+
+
+def test_while_a_grammar_is_compiled_anew_other_rows_go_on(demo, prompt, capturing, endings, monkeypatch):
+    shared = limited(monkeypatch, demo, 300)
+    use_up(demo, shared)
     sampling = Sampling(seed=1, temperature=1.5)
     guided = capturing(demo, "guided", prompt(5), 60, points=["layers.0.output"])
     guided = replace(guided, sampling=sampling, grammar=shared)

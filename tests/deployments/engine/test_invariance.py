@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -86,7 +87,7 @@ def test_any_company_gives_the_same_bits(invariant, prompt, capturing, lengths, 
 
 
 @pytest.mark.parametrize(
-    ("batch_invariant", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)]
+    ("batch_invariant", "dtype"), itertools.product((True, False), (torch.float32, torch.bfloat16))
 )
 def test_long_contexts_give_the_same_bits_with_it_alone(
     batch_invariant, dtype, build, byte_tokenizer, prompt, capturing, two_threads, monkeypatch
@@ -96,13 +97,19 @@ def test_long_contexts_give_the_same_bits_with_it_alone(
     model = Model(build("qwen3", dtype, **sizes), byte_tokenizer, "qwen3", batch_invariant=batch_invariant)
     common = prompt(5 * PAGE)
     prompts = [[*common, *prompt(length - len(common), i)] for i, length in enumerate((150, 1500, 150))]
-    add = {"op": "add", "point": "layers.0.output", "vector": [1.0] * sizes["hidden_size"], "tokens": "generated"}
-    field, spec = "interventions[0]", TypeAdapter(Intervention).validate_python(add)
-    resolver = EditResolver(model.points, model.device, {field: spec}, FetchedTensors({}, {}))
+    shared_fields = {"vector": [1.0] * sizes["hidden_size"], "tokens": "generated"}
+    changes = [
+        {"op": "add", "point": "layers.0.output"},
+        {"op": "add", "point": "layers.0.attention.output", "unit": "residual_norm"},
+        {"op": "project_out", "point": "layers.1.output"},
+    ]
+    specs = TypeAdapter(list[Intervention]).validate_python([change | shared_fields for change in changes])
+    fields = {f"interventions[{i}]": spec for i, spec in enumerate(specs)}
+    resolver = EditResolver(model.points, model.device, fields, FetchedTensors({}, {}))
     asked = []
     for i, ids in enumerate(prompts):
         made = capturing(model, str(i), ids, 24, points=["layers.*.output", "lm_head.output"], tokens="generated")
-        edits = resolver.of([field], len(ids), len(ids) + 24, lambda: ("", []))
+        edits = resolver.of(fields, len(ids), len(ids) + 24, lambda: ("", []))
         asked.append(replace(made, ignore_eos=True, logprobs=2, edits=edits, prompt_logprobs=1 if i == 2 else None))
     shared = len(common) // PAGE  # by the second: the third is scored from its first row on
     pages = sum(-(-len(ids) // PAGE) for ids in prompts) - shared + 1  # less than all need at their ends
@@ -111,6 +118,17 @@ def test_long_contexts_give_the_same_bits_with_it_alone(
     assert bool(differing(model, asked, engine)) is not batch_invariant
     assert engine.statistics.preempted
     assert engine.statistics.cached_tokens
+
+
+def test_a_layer_whose_attention_has_no_kernel_is_refused(build, byte_tokenizer):
+    hf = build("qwen3", **SIZES)
+    attention = hf.model.layers[1].self_attn
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.register_forward_hook(lambda _, __, output: output.double())
+    attention.o_proj.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    assert Model(hf, byte_tokenizer, "qwen3").packs
+    with pytest.raises(UnsupportedModelError, match="attention kernel, which does not take torch.float64"):
+        Model(hf, byte_tokenizer, "qwen3", batch_invariant=True)
 
 
 class Unseen(torch.nn.Module):

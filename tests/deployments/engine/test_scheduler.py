@@ -9,7 +9,7 @@ import torch
 
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
-from deployments.engine.request import Delta, Finished, Request
+from deployments.engine.request import Delta, Finished, Request, Rows
 from deployments.engine.scheduler import MOST_OVERTAKING
 from deployments.model.kv_cache import PAGE, SequenceKv
 from deployments.model.model import Model
@@ -191,3 +191,25 @@ def test_a_request_that_lost_its_pages_stops_none_that_fits(build, byte_tokenize
     engine.submit(Request("other", prompt(PAGE), 8, ignore_eos=True))
     engine.step()
     assert [seq.request.id for seq in engine._scheduler.running] == ["holds", "other"]
+
+
+def test_bytes_that_are_not_written_yet_are_counted_whoever_they_are_of(tiny, prompt, capturing):
+    engine = Engine(tiny("qwen3"), capture_bytes=1 << 20)
+    requests = [capturing(engine.model, id, prompt(4), 2, points=["layers.0.output"]) for id in "ab"]
+    for request in requests:
+        engine.submit(request)
+    sent = dict.fromkeys("ab", 0)
+    left = len(requests)
+    while left:
+        for event in engine.step():
+            left -= isinstance(event, Finished)
+            if isinstance(event, (Rows, Finished)) and event.captured is not None:
+                sent[event.id] += event.captured.bytes
+    assert min(sent.values()) > 0
+    for written, rest in (("a", 1 << 30), ("a", 1), ("nobody", 5), ("b", 1)):
+        engine.written(written, rest)
+    engine.step()
+    assert engine.statistics.capture_bytes == sent["b"] - 1
+    engine.written("b", sent["b"] - 1)
+    engine.step()
+    assert engine.statistics.capture_bytes == 0

@@ -1,8 +1,10 @@
-"""The engine on a GPU, without Ray, compared with transformers' `generate`: `python -m benchmarks.engine.gpu`.
+"""The engine on a GPU, without Ray, compared with transformers' `generate`: `python -m benchmarks.gpu`.
 
 Random weights of Qwen3-0.6B's and Qwen3-8B's shapes in bfloat16. Checks greedy tokens, logprobs, captured rows and
 steering against transformers, then measures tokens per second, and peak memory. `--size tiny` runs in float32 on a CPU.
 Not yet run on a GPU: the lines for "cuda" here are untested. Ends with 1 where parity fails.
+
+A machine needs torch, transformers, llguidance, pydantic and numpy; not nnsight, Ray or pyarrow.
 """
 
 from __future__ import annotations
@@ -273,6 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
         "new_tokens": options.new_tokens,
         "sizes": {},
     }
+    print(json.dumps({name: value for name, value in found.items() if name != "sizes"}, indent=1), flush=True)
     for size in sizes:
         found["sizes"][size] = measure(size, device, options.rows or [1, 32, 128], options.new_tokens, copied)
         print(json.dumps({size: found["sizes"][size]}, indent=1), flush=True)
