@@ -64,7 +64,7 @@ def check_http(options: Options, has_keys: bool, host: str | None) -> None:
     if not options.open:
         raise ValueError(
             f"{where}, so everybody on the network could use this server and read and delete what it stores: {keys}; "
-            "where that is meant, set open=true"
+            "to allow this, set open=true"
         )
 
 

@@ -239,7 +239,7 @@ class Config(ServingConfig):
                 "--sweep scale=...: no intervention of --interventions has a scale; add and scale have one"
             )
         if self.parallel % self.workers:
-            raise ValueError(f"--parallel {self.parallel} is no multiple of --workers {self.workers}, which share it")
+            raise ValueError(f"--parallel {self.parallel} must be a multiple of --workers {self.workers}")
         return self
 
     def _says_what_to_record(self) -> bool:

@@ -50,7 +50,7 @@ def build_app(options: Options | dict[str, Any]) -> Application:
             place = located(checked.model, checked.models_dir)
             if isinstance(place, str) and "/" not in place:
                 there = ", ".join([DEMO, *sorted(path.name for path in Path(checked.models_dir).glob("*/"))])
-                click.echo(f"model {place} is none of {there}, and is looked for at the hub", err=True)
+                click.echo(f"no local model {place} (local: {there}); trying the hub", err=True)
         return _composed(checked)
     except (ValueError, OSError, LoadError) as error:
         if click.get_current_context(silent=True):

@@ -25,7 +25,7 @@ FAILURES = {
     "The model is loaded with other settings, or cannot be unloaded.": ApiError(
         409, "'m' is being loaded with other settings; try again when it is there", "model_id", "model_loading"
     ),
-    "No longer known.": ApiError(410, "there is no job '5f2b' (any more)", "job_id", "job_not_found"),
+    "No longer known.": ApiError(410, "job '5f2b' is unknown or has expired", "job_id", "job_not_found"),
     "The body is over the limit.": ApiError(413, "the body is larger than 16777216 bytes", None, "body_too_large"),
     "All places are taken.": ApiError(429, "all 1088 places of this replica are taken", None, "server_busy"),
     "The server's own failure; its log has the request's id.": ApiError(

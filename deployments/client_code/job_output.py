@@ -75,4 +75,4 @@ class JobLog(io.TextIOBase):
             return
         said = line.encode(errors="replace")
         self._left -= len(said) + LINE_BYTES
-        self._to.send(Kind.LOG, said if self._left > 0 else b"(it prints too much: no more of it is sent)")
+        self._to.send(Kind.LOG, said if self._left > 0 else b"(output limit reached; the rest is dropped)")

@@ -130,7 +130,7 @@ def _check_where(model: str | None, base_url: str | None, **of_engines: Any) -> 
         raise DataError("give --model, the model to load, or --base-url, a server to use")
     for name, value in of_engines.items():
         if value and base_url is not None:
-            raise DataError(f"--{name} is for engines that are loaded here: leave it out beside --base-url")
+            raise DataError(f"--{name} applies to engines loaded here, and cannot be combined with --base-url")
 
 
 def _settings(

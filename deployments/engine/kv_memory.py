@@ -173,7 +173,7 @@ class KvMemory:
         return (kv.chain, tuple(tokens[start : start + PAGE])) if start + PAGE <= limit else None
 
     def remember(self, kv: SequenceKv, tokens: Sequence[int], limit: int) -> None:
-        """Register a sequence's full pages under their tokens.
+        """Register a sequence's full pages for reuse by others with the same tokens.
 
         Args:
             kv: The sequence's keys and values; `share` was called first.

@@ -36,24 +36,24 @@ OPTIONS: dict[str, tuple[str, type | Sequence[str]]] = {
     "tools": ("how the calculator is offered: by the chat template, or in plain text", ["native", "text"]),
     "variants": ("prompt variants, comma separated: control,frustration,... (default: control)", str),
     "variants_file": ("a YAML file of variants; without it evals/variants.yaml", str),
-    "interventions": ("a YAML or JSON file with a list of interventions, with which variants are asked, too", str),
-    "steer": ("the variants that are asked steered, comma separated; without it all", str),
-    "sweep": ("layers and scales of them, as scale=-4,0,4 layer=8,12", list),
+    "interventions": ("a YAML or JSON file of interventions; each variant is asked without and with them", str),
+    "steer": ("variants to steer, comma separated (default: all)", str),
+    "sweep": ("layers and scales of the interventions, as scale=-4,0,4 layer=8,12", list),
     "readouts": ("linear readouts of the server, comma separated: their values, and AUROC against the outcome", str),
     "few_shot": ("worked examples before each question", int),
-    "few_shot_file": ("where they come from; without it the train split, else those that ship", str),
+    "few_shot_file": ("a file of worked examples (default: the train split, else those that ship)", str),
     "parallel": ("requests kept in flight", int),
     "workers": ("Ray workers that share them equally, spread over the cluster's nodes if there are several", int),
     "max_tokens": ("most new tokens of one answer", int),
     "max_turns": ("most answers per problem with tools", int),
     "temperature": ("0 is greedy; without it the model's own, 0 where it has none", float),
-    "top_p": ("likeliest tokens by their sum; without it the model's own", float),
+    "top_p": ("nucleus sampling: the probability mass to keep; without it the model's own", float),
     "top_k": ("how many likeliest tokens; without it the model's own", int),
     "system": ("a system prompt before all messages", str),
     "chat_template_kwargs": ('for the chat template, as JSON: {"enable_thinking": false}', str),
     "timeout": ("seconds for one answer; a later one is wrong", float),
     "retries": ("further attempts of a request on 429", int),
-    "max_outage": ("seconds for which a server that does not answer is waited for", float),
+    "max_outage": ("seconds to wait for a server that does not respond", float),
     "max_failures": ("end once more samples than this have failed; without it never", int),
     "rule": ("the scoring rule that decides what is correct", RULES),
     "rewards": ("weights, as correctness=1,format=0.2,package.module:function=0.1 (default: correctness=1)", str),
@@ -65,12 +65,12 @@ OPTIONS: dict[str, tuple[str, type | Sequence[str]]] = {
     "transfer_activations": ("copy what was recorded into the results directory", bool),
     "inline_activations": ("values of each recorded point to put in each sample's record", int),
     "session_id": ("groups the recorded runs; without it gsm8k-<time>", str),
-    "results_dir": ("a directory without an evaluation; by default ./results/gsm8k-<time>", str),
-    "resume": ("continue the evaluation in --results-dir: samples that are missing, failed or not stored", bool),
+    "results_dir": ("the results directory (default: ./results/gsm8k-<time>)", str),
+    "resume": ("continue the evaluation in --results-dir; repeat missing, failed or unstored samples", bool),
     "wait_healthy": ("seconds to wait for a Vitrine server that starts", float),
     "serve": ("serve this model at the base URL for the evaluation; port 0: a free one", str),
     "fresh": ("restart the server if --serve left it running", bool),
-    "keep_running": ("keep the server of --serve running", bool),
+    "keep_running": ("leave the server of --serve running", bool),
     "stages": (f"the stages to run, from {','.join(STAGES)} (default: all)", str),
     "smoke": ("check one captured request and end", bool),
 }
@@ -201,7 +201,7 @@ def results_path(given: object, name: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     """Defaults live in `Config` alone: an option that was not given is None here."""
     parser = argparse.ArgumentParser(prog="python -m evals.gsm8k", usage="%(prog)s [options]", allow_abbrev=False)
-    parser.add_argument("--config", help="a YAML file of these options, as max_tokens: 256; flags win over it")
+    parser.add_argument("--config", help="a YAML file of these options, as max_tokens: 256; flags override it")
     for name, (text, kind) in OPTIONS.items():
         if kind is bool:
             parser.add_argument(flag(name), help=text, action=argparse.BooleanOptionalAction)

@@ -28,7 +28,7 @@ def render(summary: dict[str, Any], directory: Path) -> str:
     plain = unswept(summary)
     found = [pair for pair in summary["paired"] if pair["difference"] is not None and pair["b"] in plain]
     if pairs := [_difference(pair) for pair in found]:
-        lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
+        lines += ["", "paired accuracy differences, in points", "", aligned(pairs)]
     lines += _sweep(summary)
     lines += _several(summary)
     lines += _tools_and_reasoning(summary)
@@ -186,7 +186,7 @@ def not_stored(recorded: dict[str, Any]) -> str:
     reasons = [f"{reason} ({count})" for reason, count in recorded["why_not_stored"].items()]
     why = "; ".join(reasons[:REASONS]) + ("; and other reasons in summary.json" if len(reasons) > REASONS else "")
     many = f"{recorded['not_stored']} of {recorded['answers']} answers"
-    return f"{many} do not say that their activations are stored: {why}"
+    return f"activations of {many} were not confirmed as stored: {why}"
 
 
 def _loading(example: dict[str, str]) -> list[str]:

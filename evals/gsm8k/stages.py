@@ -74,7 +74,7 @@ def run_stages(config: Config) -> int:
         _say(f"deploy: {error}")
         return 2
     except OSError as error:  # a full disk, most likely: what is written is whole
-        _say(f"{error}; --resume goes on once that is mended")
+        _say(f"{error}; fix this, then run again with --resume")
         return 2
     except KeyboardInterrupt:
         _say("interrupted")
@@ -183,8 +183,8 @@ def check_same(config: Config) -> None:
     options = (earlier.model_dump(mode="json"), config.model_dump(mode="json", exclude={"resume"}))
     if differing := changed(*options, MAY_DIFFER - {"rule", "rewards", "transfer_activations"}):
         raise EvalError(
-            f"{config.results_dir} is an evaluation with other {', '.join(differing)}; a report takes them from there, "
-            "and --resume goes on with others where it can"
+            f"{config.results_dir} holds an evaluation with different {', '.join(differing)}; leave these options out, "
+            "or use --resume, which accepts some changes"
         )
 
 

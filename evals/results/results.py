@@ -79,7 +79,7 @@ class Results(AbstractContextManager["Results"]):
         """
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts, ids):
-            raise EvalError(f"--resume: {directory} is an evaluation with other {', '.join(differing)}")
+            raise EvalError(f"--resume: {directory} was made with different {', '.join(differing)}")
         _set_broken_aside(directory)
         if facts["config"]["timeout"] > earlier["config"]["timeout"]:
             _forget_late(directory)  # before config.json has the longer one: this call may be killed
@@ -129,7 +129,7 @@ def check_new(directory: Path) -> None:
         EvalError: it does.
     """
     if any((directory / name).exists() for name in (SAMPLES, "config.json")):
-        raise EvalError(f"--results-dir {directory} already has an evaluation; use --resume to continue it")
+        raise EvalError(f"--results-dir {directory} already holds an evaluation; use --resume to continue it")
 
 
 def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:

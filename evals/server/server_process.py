@@ -92,7 +92,7 @@ def _use(config: Config, limit_s: float) -> bool:
 def _restart(base_url: str, record: Record | None) -> None:
     if record is None:
         raise EvalError(
-            f"--fresh: the server at {base_url} was not started by --serve, and is not stopped by it; "
+            f"the server at {base_url} was not started by --serve, so --fresh cannot stop it; "
             "stop it where it was started, or give another --base-url"
         )
     _say(f"stopping the server at {base_url}")

@@ -102,7 +102,7 @@ class CodeJobs:
         """
         found: tuple[Update, str | None] | None = await _from_board(self._board.latest.remote(job_id, account))
         if found is None:
-            raise ApiError(410, f"there is no job {job_id[:64]!r} (any more)", "job_id", "job_not_found")
+            raise ApiError(410, f"job {job_id[:64]!r} is unknown or has expired", "job_id", "job_not_found")
         update, token = found
         if token is None:
             return update.as_json
@@ -126,7 +126,7 @@ class CodeJobs:
         found: tuple[str | None, int, bytes] | None
         found = await _from_board(self._board.result.remote(job_id, token, first, end))
         if found is None:
-            raise ApiError(404, "there is no such result (any more)", "job_id", "result_not_found")
+            raise ApiError(404, "this result is unknown or has expired", "job_id", "result_not_found")
         return found
 
 

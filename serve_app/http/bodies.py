@@ -62,7 +62,7 @@ class Bodies:
         if len(raw) <= MOST_AT_ONCE:
             return parsed(kind, raw)
         if self._waiting[owner] > MOST_WAITING:
-            message = f"{MOST_WAITING} large bodies of yours wait to be read; send the next one after an answer"
+            message = f"{MOST_WAITING} of your large requests are waiting; retry after one completes"
             raise ApiError(429, message, code="server_busy")
         turn = self._turns.setdefault(owner, asyncio.Lock())
         self._waiting[owner] += 1
@@ -192,7 +192,7 @@ class JsonRoute(APIRoute):
             try:
                 raw = await request.body()
             except ClientDisconnect as gone:
-                raise HTTPException(400, "the body was not sent to its end") from gone
+                raise HTTPException(400, "the client disconnected before sending the whole body") from gone
             body: BaseModel | Exception
             try:
                 body = await request.app.state.bodies.read(kind, raw, request.state.caller.owner)

@@ -58,7 +58,7 @@ class Links:
         self._drop_ended()
         owner = link.account.owner
         if sum(other.account.owner == owner for _, other in self._links.values()) >= MOST_LINKS:
-            message = f"{MOST_LINKS} download links wait to be used: use them, or wait {LASTS_S:.0f} s"
+            message = f"{MOST_LINKS} unused download links exist: use one, or wait {LASTS_S:.0f} s"
             raise ApiError(429, message, None, "server_busy")
         token = secrets.token_urlsafe(32)
         self._links[token] = (self._clock() + LASTS_S, link)

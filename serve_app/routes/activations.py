@@ -168,7 +168,7 @@ async def share_session(session_id: SessionId, backend: AppBackend, who: CallerA
 
 @activations.delete("/session/{session_id}/shared", responses=examples.UNSHARED | errors(404))
 async def unshare_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """End that: only its owner and admins may read the session."""
+    """Stop sharing a session: only its owner and admins may read it."""
     await backend.share_session(who, session_id, False)
     return {"id": session_id, "object": "session", "shared": False}
 

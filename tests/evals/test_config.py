@@ -26,7 +26,7 @@ from evals.gsm8k.options import flag, parse_args, results_path
         (["--sample", "3"], "--sample"),  # no abbreviations
         (["--samples", "0"], "--samples"),
         (["--parallel", "many"], "--parallel"),
-        (["--parallel", "16", "--workers", "9"], "no multiple of --workers"),
+        (["--parallel", "16", "--workers", "9"], "must be a multiple of --workers"),
         (["--base-url", "localhost:8000"], "--base-url"),
         (["--base-url", "http://h:port/v1"], "--base-url"),
         (["--base-url", "http:///v1"], "--base-url"),

@@ -290,9 +290,9 @@ class ActivationStore(RunReceiver):
             for name, limits in self._limits_of.items():
                 if name != application and limits.of_all != retention.of_all:
                     raise StoreError(
-                        f"The activation store at {self._asked} keeps to the limits of the application "
-                        f"{name!r}, {limits.of_all.described()}, and {application!r} has "
-                        f"{retention.of_all.described()}: give both the same, or this one another activations_dir."
+                        f"The activation store at {self._asked} already uses the limits of the application "
+                        f"{name!r}, {limits.of_all.described()}, but {application!r} has "
+                        f"{retention.of_all.described()}: give it the same limits or another activations_dir."
                     )
             self._limits_of[application] = retention
             retention = retention.with_owners_of(self._limits_of.values())
@@ -331,7 +331,7 @@ def _watch(of: weakref.ref[ActivationStore]) -> None:
             if ray.is_initialized():  # else it is no actor
                 store.open_returned()
         except Exception:  # nothing is above this thread, and what failed may not fail the next time
-            logger.exception("nodes that have come back are looked for again")
+            logger.exception("cannot open the directories of returned nodes; retrying")
         del store
         time.sleep(_WATCH_S)
 
@@ -366,7 +366,7 @@ def code_version() -> str:
 
 async def check_code(root: str, store: Any) -> None:
     """Warn of a store that runs other code than this process, as after an update; StoreError if it is too old."""
-    advice = "restart Ray once no request records (stored runs stay)"
+    advice = "restart Ray when no request is recording (stored runs stay)"
     try:
         code = await store.code.remote()
     except (ray.exceptions.RayTaskError, AttributeError) as error:

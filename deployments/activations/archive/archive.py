@@ -195,7 +195,7 @@ class Archive:
         except OSError as error:
             self._failed(name, error)
         except Exception as error:  # nothing is above this thread, and uploads must go on after any error
-            logger.exception("archiving to %s goes on later", self.place)
+            logger.exception("archiving to %s failed; retrying later", self.place)
             self._pauses.begin(name, error)
 
     def _connect(self) -> None:
@@ -370,7 +370,7 @@ class Archive:
 
     def _failed(self, work: str, error: OSError) -> None:
         self._pauses.begin(work, error)
-        logger.error("archiving to %s is tried again: %s", self.place, error)
+        logger.error("archiving to %s failed, and is retried: %s", self.place, error)
 
     def _object(self, segment: str) -> Any:
         return self.place.file(unquote(segment))
@@ -383,7 +383,7 @@ def check_bucket(root: Path, place: Place | None) -> bool:
     id, uri = before
     if place is None or id != place.id:
         raise ValueError(
-            f"{root} is archived to {uri}, and some of its runs may be there alone: set archive={uri} with its "
+            f"{root} is archived to {uri}, and some of its runs may exist only there: set archive={uri} with its "
             f"settings; to do without them, remove {root / ARCHIVE} and {root / NAME}"
         )
     return True

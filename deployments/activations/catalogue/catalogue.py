@@ -202,7 +202,7 @@ class Catalogue(Queries):
                             "user write permission."
                         ) from error
                     return otherwise
-                logger.error("the catalogue of %s is made again of the files: %s", root, error)
+                logger.error("rebuilding the catalogue of %s from the files: %s", root, error)
             try:
                 self._database.close()
                 fill = partial(fill_new, self._manifest) if self._manifest else None

@@ -83,7 +83,7 @@ def _marks(root: Place, infos: Iterable[Any]) -> list[tuple[str, dict[str, Any]]
             return []
         except (ValueError, TypeError, KeyError):
             pass
-        logger.error("%s does not say which objects go, and none does: remove it", path)
+        logger.error("%s does not list the objects to delete, so none is deleted; remove it", path)
         return []
 
     beginning = posixpath.join(root.path, DELETED)

@@ -49,7 +49,7 @@ class Heartbeat:
             for file in others:
                 file.unlink(missing_ok=True)
         except OSError:  # as on a full disk: the runs that are there can be read, and new ones are refused
-            logger.exception("%s cannot be written: if another machine writes to it, nobody notices", root)
+            logger.exception("cannot write to %s: writes by another machine would go undetected", root)
 
     def beat(self) -> None:
         """Change the file."""

@@ -72,7 +72,7 @@ def _named(run: WholeRun, tokens: TokenChoice) -> Sequence[int]:
         return tokens.positions
     is_of_all = tokens == "last" or isinstance(tokens, Last)
     if is_of_all and run.facts.tokens > run.facts.prompt_tokens:
-        message = "the run generated tokens: say prompt_last for its prompt's last, generated_last for its answer's"
+        message = "the run has generated tokens: choose prompt_last (of its prompt) or generated_last (of its answer)"
         raise RequestError(message, "from.tokens", "ambiguous_tokens")
     return positions_of(run, tokens, "from.tokens")
 

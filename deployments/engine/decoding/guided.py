@@ -147,7 +147,7 @@ class Grammar:
         """Take the first two steps at once, where they delay no forward pass."""
         grammar_state = self.begin()
         if grammar_state.error is None and not grammar_state.allowed().any():
-            raise ValueError("no text satisfies it")
+            raise ValueError("no text can satisfy this schema or grammar")
         if grammar_state.error is None:
             grammar_state.add(int(grammar_state.allowed().nonzero()[0]))
             grammar_state.allowed()

@@ -302,7 +302,7 @@ def test_a_cached_file_that_could_not_be_removed_goes_once_it_can(bucket, head, 
         [path] = (one.root / "session").iterdir()
         aside = path.rename(one.root / ".aside")
         path.mkdir()
-    until(lambda: "is tried again" in caplog.text)
+    until(lambda: "is retried" in caplog.text)
     assert one.run("r")["points"][POINT]["uri"].startswith("file:")
     path.rmdir()
     aside.rename(path)

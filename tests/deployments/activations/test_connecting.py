@@ -121,7 +121,7 @@ def test_an_application_does_not_change_the_limits_of_another_that_runs(tmp_path
         asyncio.run(store.retain(Retention(**limits), application=application))
 
     retain("one", max_session_age_s=60.0)
-    with pytest.raises(StoreError, match=r"'one', max_session_age_s=60.0, and 'two' has no limits: give both the same"):
+    with pytest.raises(StoreError, match=r"'one', max_session_age_s=60.0, but 'two' has no limits: give it the same"):
         retain("two")
     assert store._writer._manager.retention.max_session_age_s == 60
     retain("two", max_session_age_s=60.0)

@@ -360,7 +360,7 @@ def test_another_run_is_not_mixed_into_an_earlier_one(
     others = {"max_tokens": "7", "variants": "control,calm", "session_id": "another"}
     for name, value in others.items():
         assert main([*argv, "--resume", f"--{name.replace('_', '-')}", value]) == 2
-        assert f"an evaluation with other {name}" in capsys.readouterr().err
+        assert f"was made with different {name}" in capsys.readouterr().err
     assert summary(tmp_path / "results") == before
 
 
@@ -382,7 +382,7 @@ def test_answers_of_another_revision_of_the_model_are_not_mixed_into_an_earlier_
     assert main(argv) == 0
     server.told = {"revision": "2" * 40}
     assert main([*argv, "--resume"]) == 2
-    assert "an evaluation with other model.revision" in capsys.readouterr().err
+    assert "was made with different model.revision" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_from_another_directory(

@@ -121,7 +121,7 @@ def test_activations_that_are_not_known_to_be_stored_are_told_with_the_servers_r
     reasons = {"the disk is full": 2, "the answer has no activations_meta": 1, "the answer says 'pending'": 1}
     assert recorded["why_not_stored"] == reasons
     printed = capsys.readouterr()
-    said = "4 of 5 answers do not say that their activations are stored: the disk is full (2); "
+    said = "activations of 4 of 5 answers were not confirmed as stored: the disk is full (2); "
     assert said in printed.err
     assert said in printed.out
     samples = [json.loads(path.read_text()) for path in (results / "samples").iterdir()]
@@ -184,7 +184,7 @@ def test_an_answer_that_is_late_is_asked_for_once_and_wrong_until_it_is_given_lo
     server.release()
     again = ["--resume", "--results-dir", str(results)]
     assert main([*again, "--timeout", "0.25"]) == 2
-    assert "an evaluation with other timeout" in capsys.readouterr().err
+    assert "was made with different timeout" in capsys.readouterr().err
     assert main(again) == 0
     assert len(server.requests) == 2
     assert main([*again, "--timeout", "30"]) == 0

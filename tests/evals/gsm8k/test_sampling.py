@@ -125,7 +125,7 @@ def test_a_profile_that_becomes_the_default_stops_a_resume(
     assert evaluate(dataset, "--samples", "1") == 0
     server.profiles = [{"name": "calm", "model": "fake/model", "default": True}]
     assert evaluate(dataset, "--resume", "--samples", "2") == 2
-    assert "an evaluation with other interventions" in capsys.readouterr().err
+    assert "was made with different interventions" in capsys.readouterr().err
 
 
 def test_a_default_that_is_replaced_under_its_name_is_seen(
@@ -153,7 +153,7 @@ def test_another_readout_under_the_name_of_a_gates_stops_a_resume(
     assert evaluate(dataset, "--interventions", str(file), "--samples", "1") == 0
     server.readouts = {"truth": TRUTH | {"id": "2"}}
     assert evaluate(dataset, "--resume", "--samples", "2") == 2
-    assert "an evaluation with other interventions.readouts" in capsys.readouterr().err
+    assert "was made with different interventions.readouts" in capsys.readouterr().err
 
 
 def test_readouts_are_asked_kept_and_compared_with_the_outcome(
@@ -182,10 +182,10 @@ def test_readouts_are_asked_kept_and_compared_with_the_outcome(
     assert [turn["readouts"]["tokens"] for turn in sample["turns"]] == [list("abcde")] * 2
     server.readouts["other"] = TRUTH
     assert evaluate(dataset, "--mode", "both", "--resume", "--readouts", "truth,other") == 2
-    assert "an evaluation with other readouts" in capsys.readouterr().err
+    assert "was made with different readouts" in capsys.readouterr().err
     server.readouts["truth"] = TRUTH | {"id": "2"}
     assert evaluate(dataset, "--mode", "both", "--resume") == 2
-    assert "an evaluation with other server.readouts" in capsys.readouterr().err
+    assert "was made with different server.readouts" in capsys.readouterr().err
 
 
 def test_readouts_of_more_numbers_than_an_answer_may_have_are_refused_before_the_first_sample(

@@ -38,7 +38,7 @@ def test_all_that_was_asked_for_and_stored_ends_in_status_0(tmp_path: Path, caps
     assert report(answered(tmp_path / "run", activations=stored)) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert "do not say" not in said.out
+    assert "not confirmed" not in said.out
 
 
 def test_activations_that_were_asked_for_and_not_stored_end_in_status_1_with_the_reason_everywhere(
@@ -47,13 +47,13 @@ def test_activations_that_were_asked_for_and_not_stored_end_in_status_1_with_the
     directory = answered(tmp_path / "run", activations=unstored)
     assert report(directory) == 1
     said = capsys.readouterr()
-    line = f"4 of 4 answers do not say that their activations are stored: {WHY} (4)"
+    line = f"activations of 4 of 4 answers were not confirmed as stored: {WHY} (4)"
     assert said.err.strip() == f"evals.gsm8k: {line}"
     assert line in said.out
     recorded = json.loads((directory / "summary.json").read_text())["activations"]
     assert (recorded["not_stored"], recorded["why_not_stored"], recorded["runs"]) == (4, {WHY: 4}, 0)
     page = (directory / "report.html").read_text()
-    assert "4 of 4 answers do not say that their activations are stored" in page
+    assert "Activations of 4 of 4 answers were not confirmed as stored" in page
     assert f"<li>4 × {WHY}</li>" in page
 
 

@@ -80,7 +80,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(
     assert main([*here, *told, "--stages", "configure"]) == 0
     (results / "dataset.part").symlink_to("/dev/full")  # which becomes dataset.jsonl
     assert main([*here, "--stages", "generate"]) == 2
-    assert "No space left on device; --resume goes on once that is mended" in capsys.readouterr().err
+    assert "No space left on device; fix this, then run again with --resume" in capsys.readouterr().err
     assert main([*here, "--resume"]) == 0
     assert summary(results)["counts"] | {"samples": 3, "missing": 0} == summary(results)["counts"]
     assert len((results / "dataset.jsonl").read_text().splitlines()) == 3
@@ -112,7 +112,7 @@ def test_a_report_alone_takes_no_other_options_than_the_run(
     asked = ["--collect-activations", "--layers", "1", "--sites", "output"]
     main([*here, "--dataset", str(dataset), "--mode", "no-tools", *asked, "--stages", "configure"])
     assert main([*here, "--stages", "report", *options]) == 2
-    assert f"is an evaluation with other {named}; a report takes them from there" in capsys.readouterr().err
+    assert f"holds an evaluation with different {named}; leave these options out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stages", ["generate", "report", "generate,report"])

@@ -205,6 +205,6 @@ def test_fresh_stops_no_server_that_serve_did_not_start(
     served: Any, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     where = place(tmp_path)._replace(base_url=served.base_url)
-    assert "was not started by --serve, and is not stopped by it" in refusal(where, "run", "--fresh")
+    assert "was not started by --serve, so --fresh cannot stop it" in refusal(where, "run", "--fresh")
     assert "its options are not known" in refusal(where, "run", "--server-option", "max_running=64")
     assert look(served.base_url)
