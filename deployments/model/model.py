@@ -96,7 +96,9 @@ class Model:
         Raises:
             ImportError: nnsight is not installed.
         """
-        return import_nnsight().LanguageModel(self.hf, tokenizer=self.tokenizer)
+        # A subclass: nnsight says of its own class that it is deprecated.
+        instrumented = type("InstrumentedModel", (import_nnsight().LanguageModel,), {})
+        return instrumented(self.hf, tokenizer=self.tokenizer)
 
     @property
     def device(self) -> torch.device:
