@@ -184,7 +184,7 @@ def _sums(
     sums = {name: {group: (set[int](), _Sums()) for group in GROUPS} for name in names}
     batch_size = max(1, BATCH_BYTES // row_bytes)
     rows = ActivationRows(source, names, batch_size=batch_size, runs=set(of), shuffle=False)
-    right = torch.tensor([of[run.run_id].correct for run in rows.runs])
+    right = torch.tensor([of[run.run_id].correct is True for run in rows.runs])
     counted, compared = (torch.tensor([run.run_id in some for run in rows.runs]) for some in (chosen, last))
     begins = torch.tensor([run.prompt_tokens - 1 for run in rows.runs])
     for batch in rows:

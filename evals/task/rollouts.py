@@ -139,6 +139,7 @@ def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, lost: 
         )
     results.context.target_max_block_size = 1  # byte: whatever is given goes out at once
     results.context.max_errored_blocks = lost
+    results.context.execution_no_progress_timeout_s = -1  # a reward may take hours for a block, and holds all back
     policies = [*ENABLED_BACKPRESSURE_POLICIES, _HeldBack]
     results.context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
     # Without prefetching: it would keep each result until there is a next.

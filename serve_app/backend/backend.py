@@ -159,6 +159,7 @@ class Backend:
             raise
         except (ApiError, StoreError, *UNAVAILABLE) as error:
             if isinstance(error, (StoreError, RayTaskError)) or session not in self._fences:  # it refuses, or is new
+                self._fences.pop(session, None)
                 return replace(job, unstorable=str(getattr(error, "cause", None) or error))
             return replace(job, fence=self._fences[session])
         self._fences[session] = fence

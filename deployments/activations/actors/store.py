@@ -225,11 +225,17 @@ class ActivationStore(RunReceiver):
         """Where the store is, for the writers of other nodes."""
         return Home(ray.get_runtime_context().get_node_id(), self._mark, self._holds)
 
+    def _look_through(self) -> None:
+        try:
+            self._catalogue.look()
+        except StoreError:  # nobody waits for it; the catalogue looks again by itself
+            logger.exception("files of %s were not looked through", self._root)
+
     async def join(self, node: Node) -> Reply:
         """A node's writer reports its runs from now on; its key is empty if it writes in the store's own directory."""
         if not node.key:  # it may have stored runs before of which it had no time to tell
             if self._look is None or self._look.running() or self._look.done():  # else the next one finds them
-                self._look = self._look_pool.submit(self._catalogue.look)
+                self._look = self._look_pool.submit(self._look_through)
             return Reply(self._node_life(), {}, [], {})
         await asyncio.to_thread(self._nodes.join, node)
         self._watch()

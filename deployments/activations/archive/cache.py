@@ -83,7 +83,7 @@ class Cache:
         gone = {uri for uri in uris if uri.startswith(self._bucket)}
         asked = "SELECT bytes FROM files WHERE uri = ?"
         size = sum(size for uri in gone for (size,) in self._catalogue.select(asked, uri))
-        if not gone or size > min(self._most, self._free() // 2):  # other runs are stored meanwhile
+        if not gone or size > min(self._most, self._spare() // 2):  # other runs are stored meanwhile
             return False
         with ThreadPoolExecutor(_FETCHES) as pool:
             list(pool.map(self._restore_once, gone))
@@ -117,15 +117,15 @@ class Cache:
             self.move(archived, uri, modified_ns)
             raise
 
-    def _free(self) -> int:
+    def _spare(self) -> int:
+        """Bytes on the store's disk beyond those that are to stay free; below 0 where too few are free."""
         disk = os.statvfs(self._root)
-        return disk.f_bavail * disk.f_frsize
+        part, most = _FREE
+        return disk.f_bavail * disk.f_frsize - min(disk.f_blocks * disk.f_frsize // part, most)
 
     def _missing(self) -> int:
         """Bytes that are to become free on the store's disk."""
-        disk = os.statvfs(self._root)
-        part, most = _FREE
-        return max(0, min(disk.f_blocks * disk.f_frsize // part, most) - self._free())
+        return max(0, -self._spare())
 
     def _restore_once(self, uri: str) -> None:
         with self._restoring.setdefault(uri, threading.Lock()):

@@ -64,7 +64,7 @@ class Uploads:
         """Begin uploads of segments, by URI and bytes, as far as there is room for them in the queue."""
         for uri, size in segments:
             node = node_of(uri)
-            if self._room(node) and uri not in self._begun and name_of(uri) not in self._pauses:
+            if uri not in self._begun and name_of(uri) not in self._pauses and self._room(node):
                 self._begun[uri] = self._pools[node].submit(self._upload, uri, size)
                 self._begun[uri].add_done_callback(lambda _: self._wake())
 

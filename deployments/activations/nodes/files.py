@@ -123,8 +123,8 @@ class NodePlace(Place):
         return self
 
     def known(self) -> Iterable[str]:
-        """The nodes, by their keys."""
-        return self._nodes.all()
+        """The keys of nodes whose disk is not lost."""
+        return [key for key, node in self._nodes.all().items() if not node.lost]
 
     def is_alive(self, node: str) -> bool:
         """Whether a node, by its key, can be asked."""

@@ -345,12 +345,14 @@ class Writer:
                 try:
                     if note := seal_left(path_of(uri), known):
                         self._put(partial(self._add_left, note)).result()
-                except (OSError, StoreError):
+                except StoreError:
                     raise
+                except OSError as error:  # of this file, perhaps
+                    logger.error("%s is sealed later: %s", uri, error)
                 except Exception:  # whatever is in it: the other files are sealed all the same
                     logger.exception("%s cannot be sealed: it is left as it is", uri)
                     self._unsealable.add(uri)
-        except (OSError, StoreError) as error:
+        except StoreError as error:
             if not self._closed:
                 logger.error("files without a footer are sealed later: %s", error)
 

@@ -371,7 +371,7 @@ def test_a_dataset_that_changed_is_not_mixed_into_an_earlier_run(
     assert main(argv) == 0
     write_problems("", "")
     assert main([*argv, "--resume"]) == 2
-    assert "other dataset.sha256, dataset.ids" in capsys.readouterr().err
+    assert "different dataset.sha256, dataset.ids" in capsys.readouterr().err
 
 
 def test_answers_of_another_revision_of_the_model_are_not_mixed_into_an_earlier_run(

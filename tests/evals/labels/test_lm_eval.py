@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,19 @@ Store = Callable[..., None]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> Iterator[Store]:
     """`store(run_id, asked, text, model)`: stores a run of two tokens."""
+    writer = Writer(tmp_path, Catalogue())
 
     def write(run_id: str, asked: Any, text: str | None = None, model: str = "m") -> None:
-        writer = Writer(tmp_path, Catalogue.rebuild(tmp_path))
         segment = SegmentFacts(SESSION, model, None, "Qwen3ForCausalLM", {"torch": "2"}, {"norm.output": "norm"})
         places = {"positions": [0, 1], "token_ids": [0, 1], "prompt_tokens": 1}
         batch = to_batch(segment, run_id=run_id, sample_id=None, points={"norm.output": torch.zeros(2, 4)}, **places)
-        writer.submit(
-            RunFacts(run_id, SESSION, model, 1.0, 1, 2, text=text, messages_hash=messages_hash(asked)), [batch]
-        )
-        writer.close()
+        facts = RunFacts(run_id, SESSION, model, 1.0, 1, 2, text=text, messages_hash=messages_hash(asked))
+        writer.submit(facts, [batch]).result()
 
-    return write
+    yield write
+    writer.close()
 
 
 def sample(*arguments: dict[str, Any], doc_id: int = 0, resps: list[Any], **scores: float) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def test_of_several_runs_of_a_prompt_the_one_that_answered_so_has_the_scores(
     )
     assert main(["--lm-eval", str(path), "--session", SESSION, "--store", str(tmp_path)]) == 0
     rows = pq.read_table(tmp_path / "labels.parquet").to_pylist()
-    assert {row["run_id"]: row["acc"] for row in rows} == {"second": 1.0, "other": 0.0}
+    assert {row["run_id"]: row["exact_match"] for row in rows} == {"second": 1.0, "other": 0.0}
     assert left_out(tmp_path / "labels.parquet")["further runs of a prompt"] == 1
     assert "1 further runs of a prompt" in capsys.readouterr().out
 

@@ -2,7 +2,7 @@
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
-from inspect_ai.model import get_model
+from inspect_ai.model import ModelOutput, ModelUsage, get_model
 from inspect_ai.scorer import CORRECT, INCORRECT, Score, Scorer, Target, accuracy, choice, match, scorer
 from inspect_ai.solver import TaskState, generate, multiple_choice, use_tools
 from inspect_ai.tool import Tool, tool
@@ -40,7 +40,9 @@ def choices() -> Task:
 @scorer(metrics=[accuracy()])
 def few_boxes() -> Scorer:
     async def score(state: TaskState, target: Target) -> Score:
-        await get_model("mockllm/model").generate("Few?")  # a call of another model, as a grader's
+        said = ModelOutput(usage=ModelUsage())  # else it fetches a tokenizer to count
+        grader = get_model("mockllm/model", memoize=False, custom_outputs=[said])
+        await grader.generate("Few?")  # a call of another model
         return Score(value=CORRECT if target.text == "few" else INCORRECT)
 
     return score
