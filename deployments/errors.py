@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-LONGEST_NAME = 64  # longer names are not compared with known ones, because comparing takes quadratic time
+LONGEST_NAME = 64  # characters; longer names are not compared with known ones, because that takes quadratic time
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Rejects the start of a server on which other users could run code or read stored data.
+"""Refuses to start a server on which other users could run code or read stored data.
 
 There are two ways in. HTTP can require API keys. Ray's own ports, which every replica opens on all addresses and which
 unpickle what they receive, can require Ray's token.
@@ -24,7 +24,7 @@ def check_ray(options: Options) -> None:
     Raises:
         LoadError: Ray's token authentication is off in this process, and `insecure_ray` is not set.
     """
-    # What the servers at Ray's ports use; there is no public way to ask.
+    # The test that the servers at Ray's ports use; there is no public one.
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     if options.insecure_ray or is_token_auth_enabled():
@@ -38,7 +38,7 @@ def check_ray(options: Options) -> None:
 
 
 def check_http(options: Options, has_keys: bool, host: str | None) -> None:
-    """Reject answering everyone's HTTP requests, unless the operator allows it.
+    """Raise if HTTP would answer everyone's requests, unless the operator allows it.
 
     Args:
         options: The operator's.

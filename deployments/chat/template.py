@@ -156,7 +156,7 @@ class ChatFormat:
         if thinking is False or not (field.open_literals and field.close_literals):
             return None
         if not thinking and field.close_literals[0] not in str(self._tokenizer.chat_template):
-            return None  # other models with this template do
+            return None  # this model's chat template has no reasoning; others with the same response template have
         return Thoughts(field.open_literals[0], field.close_literals[0], bool(thinking))
 
 

@@ -18,10 +18,10 @@ from deployments.client_code.job import LAST, Update
 from deployments.clusters import ON_HEAD, detached
 from deployments.errors import RequestError
 
-MOST_JOBS = 1024  # for a new one, the oldest ended job of the owner with the most jobs is removed
+MOST_JOBS = 1024  # kept at once; for a further one, the oldest ended job of the owner with the most jobs is removed
 MOST_LISTENERS = 1024
 MAX_PENDING_UPDATES = 10_000  # updates that wait for a listener; the oldest are dropped
-KEEP_S = 3600.0  # for an ended job and its result
+KEEP_S = 3600.0  # how long an ended job and its result are kept
 JOB_TIMEOUT_S = 30.0  # without a heartbeat of the replica, after which a job is lost
 POLL_S = 20.0  # the longest wait of a listener's call
 LISTENER_TIMEOUT_S = 60.0  # without a call of its ingress, after which a listener is removed

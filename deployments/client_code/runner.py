@@ -24,7 +24,7 @@ from deployments.exposure import is_loopback
 from deployments.model.model import Model, import_nnsight
 from deployments.options import Options
 
-import_nnsight()  # as modules above have: this takes its `.save` off all objects
+import_nnsight()  # modules imported above import nnsight, which gives all objects a `.save`; this call removes it
 
 logger = logging.getLogger("ray.serve")
 

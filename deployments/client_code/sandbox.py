@@ -150,7 +150,7 @@ def _failure(sandbox: Sandbox) -> str:
 
 
 def _reach(path: str) -> None:
-    """Open a file or list a directory, to check that another user may not.
+    """Open a file or list a directory, to check that the sandbox's user may read it.
 
     Raises:
         OSError: It fails.

@@ -82,7 +82,7 @@ def _client(base_url: str) -> httpx.Client:
 def _requests(
     items: Iterator[Example | InvalidExample], settings: Settings, stored: set[int]
 ) -> Iterator[list[Example | InvalidExample | None]]:
-    """The examples of each request; separately invalid ones, and None for stored and repeated ones.
+    """The examples of each request; apart from them the invalid ones, and None for each stored or repeated one.
 
     Args:
         items: The examples read.

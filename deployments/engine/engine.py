@@ -259,8 +259,8 @@ class Engine:
         if isinstance(message, Request):
             try:
                 self._scheduler.waiting.append(self._sequence(message))
-            except Exception as error:  # of what it asks for, such as its grammar: it ends this request, and no other
-                logger.exception("request %s failed before its first forward", message.id)
+            except Exception as error:  # an error of the request, such as in its grammar, ends only this request
+                logger.exception("request %s failed before its first forward pass", message.id)
                 self._queued.discard(message.id)
                 said = f"{type(error).__name__}: {error}"
                 events.append(Finished(message.id, "error", message.prompt, error=said))
@@ -273,7 +273,7 @@ class Engine:
             self._settle()
 
     def _sequence(self, request: Request) -> Sequence:
-        """What a request's tokens, rows and text go to."""
+        """The state of a new request."""
         recording = None
         if request.capture:
             recording = CaptureBuffer(request.capture, request.points, len(request.prompt), request.max_tokens)

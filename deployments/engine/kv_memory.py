@@ -168,7 +168,7 @@ class KvMemory:
 
     @staticmethod
     def next_page(kv: SequenceKv, tokens: Sequence[int], limit: int) -> Hashable:
-        """The key of a sequence's first page that is not known yet; None if it does not end before `limit`."""
+        """The key of a sequence's first page that is not known yet; None if the page ends after `limit`."""
         start = kv.known * PAGE
         return (kv.chain, tuple(tokens[start : start + PAGE])) if start + PAGE <= limit else None
 

@@ -17,7 +17,7 @@ from deployments.places.place import Place
 from deployments.readouts.values import Readout, Stack, largest
 
 MOST_STACKS = 64  # sets of readouts whose concatenated weights are kept
-MOST_STACK_BYTES = 256 << 20  # of these, the last one apart
+MOST_STACK_BYTES = 256 << 20  # of all these weights; the set used last is kept even if it is larger
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Scheduler:
         self._suspects += [seqs[len(seqs) // 2 :], seqs[: len(seqs) // 2]]
 
     def _decoding(self) -> list[Sequence]:
-        """Decoding sequences with a page for their next token; if there are none, preempt the youngest."""
+        """Decoding sequences, each with a page for its next token; while a page is missing, preempt the youngest."""
         for seq in sorted((seq for seq in self.running if seq.decodes), key=lambda seq: seq.arrival):
             while seq in self.running and not self._memory.grow(seq.kv, seq.fed + 1):
                 self.preempt(max(self.running, key=lambda other: other.arrival))

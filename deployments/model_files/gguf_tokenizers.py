@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from deployments.errors import LoadError
 
 # How the text of a byte-level vocabulary is split before merging, by `tokenizer.ggml.pre`, if transformers uses only
-# GPT-2's expression: each digit separately before it, or instead of it. As in llama.cpp's `src/llama-vocab.cpp`.
+# GPT-2's expression: those of `DIGITS` split off each digit first, those of `GPT2` use that expression alone. As in
+# llama.cpp's `src/llama-vocab.cpp`.
 DIGITS = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
 GPT2 = {"exaone4", "gpt-2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe", "trillion"}
 # Vocabularies that start every text with a token and look up whole words first, as in the same file.

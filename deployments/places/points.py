@@ -79,7 +79,7 @@ class Points:
         return cls(model, places, seen)
 
     def __iter__(self) -> Iterator[Point]:
-        """All points, canonical names first, in the order of execution."""
+        """One point for each place, under its canonical name if it has one, in the order of execution."""
         names: dict[Place, str] = {}
         for name in self._canonical_names():
             point = self._lookup(name)
@@ -160,7 +160,7 @@ class Points:
         return tuple(sorted(found.values(), key=lambda point: point.place.order))
 
     def named(self, pattern: str, field: str) -> list[Point]:
-        """The points of one name to change, several if it has a `*`.
+        """The points that one name means for a change; several if it has a `*`.
 
         RequestError, which names the field, if there is no such point, or if no later module reads it.
         """

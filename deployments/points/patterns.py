@@ -84,7 +84,7 @@ class Patterns(Sequence[torch.Tensor]):
         return self.values.nbytes
 
     def padded(self) -> torch.Tensor:
-        """A copy in one tensor, `[rows, heads, widest row]`, with zeros after each token."""
+        """A copy in one tensor, `[rows, heads, widest row]`, with zeros after each row's own token."""
         whole = self.values.new_zeros(len(self), self.heads, self.positions.stop if self.positions else 0)
         for place, row in zip(whole, self, strict=True):
             place[:, : row.shape[1]] = row

@@ -56,7 +56,7 @@ class Readout:
 
     @property
     def bias(self) -> torch.Tensor:
-        """For a linear readout, [count] including the same."""
+        """For a linear readout, [count] including standardization and slope."""
         return self._tensors["bias"]
 
     @property

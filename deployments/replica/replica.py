@@ -262,8 +262,8 @@ class ModelReplica:
         """Load the model and run its engine.
 
         Both run on this thread, because OpenMP keeps a team of threads for each thread that has computed. If all teams
-        together have more threads than the machine has cores, they sleep instead of spinning between operations; a
-        small model's steps then take half as long again.
+        together have more threads than the machine has cores, they sleep instead of spinning between operations. A
+        small model's steps then took half as long again (measured without `GOMP_SPINCOUNT`).
         """
         try:
             engine = load_engine(self._options)

@@ -19,7 +19,7 @@ MAX_WIDTH = 48  # characters of a setting on the screen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compares runs on the screen, and in a page where one is asked for.
+    """Compares evaluations on the screen, and in a page where one is asked for.
 
     Args:
         argv: the options; without it the process's own.

@@ -1,4 +1,4 @@
-"""Two or more runs side by side: what each reached in a condition, how they differ by problem, and in their configs."""
+"""Evaluations side by side: what each reached in a condition, how they differ by problem, and in their configs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ BATCH = 8192  # rows
 MAX_SETTING = 300  # characters of a setting that are shown
 MIN_COMMON_PREFIX = 40  # characters that texts begin with alike, before these are left out
 CONTEXT = 10  # characters of them that are still shown
-# What differs between any two runs, or says at length what other settings say in short.
+# What differs between any two evaluations, or says at length what other settings say in short.
 NOT_COMPARED = (
     *("config.results_dir", "config.session_id", "config.resume", "server.health"),
     *("model.structure.points", "model.structure.modules", "model.created"),
@@ -30,7 +30,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A results directory, and what it is called beside the others."""
+    """An evaluation's results directory, and what it is called beside the others."""
 
     name: str
     directory: Path
@@ -39,14 +39,14 @@ class Run:
 
 
 class Comparison(NamedTuple):
-    """Runs in one condition, or in the only one that each has.
+    """Evaluations in one condition, or in the only one that each has.
 
     Attributes:
         title: the condition.
-        rule: the first run's, by which all of them are compared.
-        rows: name of the run, and its part of summary.json.
-        speeds: tokens per second of the mode, by the run's name.
-        paired: the first run's name, another's, and its accuracy less that of the first by problem; `p_holm` is
+        rule: the first evaluation's, by which all of them are compared.
+        rows: name of the evaluation, and its part of summary.json.
+        speeds: tokens per second of the mode, by the evaluation's name.
+        paired: the first evaluation's name, another's, and its accuracy less that of the first by problem; `p_holm` is
             corrected for all that `compare` gives.
     """
 
@@ -58,7 +58,7 @@ class Comparison(NamedTuple):
 
 
 def load_runs(directories: Sequence[Path]) -> list[Run]:
-    """Results directories by their names, as they were given; with as much of their paths as distinguishes them.
+    """The evaluations in these directories, in this order; each name is as much of the path as distinguishes them.
 
     Raises:
         EvalError: one holds no finished evaluation, or is named twice, perhaps by a link.
@@ -82,7 +82,7 @@ def load_runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def compare(runs: Sequence[Run]) -> list[Comparison]:
-    """The conditions that at least two of the runs have; where there is none, the only one that each has.
+    """The conditions that at least two of the evaluations have; where there is none, the only one that each has.
 
     Raises:
         EvalError: they share no condition, and one of them has several.
@@ -108,7 +108,7 @@ def _corrected(found: list[Comparison]) -> list[Comparison]:
 
 
 def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings that are not the same in all runs: name, and each run's value as text, `-` where it has none.
+    """The settings that differ between evaluations: name, and each one's value as text, `-` where it has none.
 
     Whole texts are compared; of long ones that begin alike, the part in which they differ is shown.
     """

@@ -65,8 +65,15 @@ OPTIONS: dict[str, tuple[str, type | Sequence[str]]] = {
     "transfer_activations": ("copy what was recorded into the results directory", bool),
     "inline_activations": ("values of each recorded point to put in each sample's record", int),
     "session_id": ("groups the recorded runs; without it gsm8k-<time>", str),
-    "results_dir": ("the results directory (default: ./results/gsm8k-<time>)", str),
-    "resume": ("continue the evaluation in --results-dir; repeat missing, failed or unstored samples", bool),
+    "results_dir": (
+        "the results directory, without an evaluation unless --resume (default: ./results/gsm8k-<time>)",
+        str,
+    ),
+    "resume": (
+        "continue the evaluation in --results-dir; repeat missing, failed, unreadable or unstored samples, and late "
+        "ones if --timeout is longer",
+        bool,
+    ),
     "wait_healthy": ("seconds to wait for a Vitrine server that starts", float),
     "serve": ("serve this model at the base URL for the evaluation; port 0: a free one", str),
     "fresh": ("restart the server if --serve left it running", bool),

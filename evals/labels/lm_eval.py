@@ -53,7 +53,8 @@ class _Asked:
 def labelled(path: str | Path, session: str, store: str | Path, model: str | None = None) -> pa.Table:
     """A row for each stored run of a session that a sample of lm_eval asked for.
 
-    Of several runs with one prompt, the one that gave the sample's answer has a row, if its stored text alone ends so.
+    Of several runs with one prompt, the one that gave the sample's answer has a row, if it is the only one whose stored
+    text ends in that answer.
 
     Columns are `run_id`, `session_id`, `sample_id` (`doc_id`), `problem` (`doc_hash`, one group), `argument` (which of
     the sample's requests, as the choices of a multiple choice), `span.prompt_last`, `span.end`, and each metric as
@@ -69,7 +70,8 @@ def labelled(path: str | Path, session: str, store: str | Path, model: str | Non
         The table. Its schema's metadata has under `labels`, as JSON, the names of the labels and what was left out.
 
     Raises:
-        EvalError: the file or the session cannot be read, its samples' runs are of several models, or none is one's.
+        EvalError: the file or the session cannot be read, its samples' runs are of several models, or no run
+            belongs to a sample.
     """
     from deployments.activations import runs  # here: torch comes with it
 

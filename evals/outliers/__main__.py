@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--positions", _share, rule.positions, "the least share of token positions with such a value")
     option("--massive-points", _names, None, "the residual stream; without it all stored outputs of layers")
     option("--massive-magnitude", _positive, massive_rule.magnitude, "a massive activation is larger than this")
-    option("--massive-ratio", _positive, massive_rule.ratio, "its minimum ratio to the hidden state's median magnitude")
+    ratio = "the least ratio of a massive activation to its hidden state's median magnitude"
+    option("--massive-ratio", _positive, massive_rule.ratio, ratio)
     parser.add_argument(
         "--ablate",
         action="store_true",

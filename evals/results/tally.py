@@ -120,7 +120,10 @@ class ConditionTally:
         return {"most": most, "pass_at": {str(k): pass_at(k, hits, of) for k in ks}, "majority": majority}
 
     def _elected(self, problem: str) -> Vote:
-        """The vote that most answers gave; of as many, that of the first epoch. No answer is none."""
+        """The most frequent vote; in a tie, that of the earliest epoch.
+
+        Answers without a value count only if there are no others.
+        """
         votes, first = self._votes[problem], self._first[problem]
         return max(votes, key=lambda vote: (vote[0] is not None, votes[vote], -first[vote]))
 

@@ -66,7 +66,8 @@ def ask_json(
 def refused(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's error object, where a server refuses a request by 400; empty for any other answer, and without one.
 
-    An answer that decides nothing is warned of.
+    Any answer other than success or 400 is logged as a warning, since it does not tell whether the server accepts the
+    option; so is the lack of an answer.
     """
     try:
         response = httpx.post(url, json=body, headers=headers(), timeout=CHECK_S)

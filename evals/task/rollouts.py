@@ -4,8 +4,8 @@ Ray Data's own async functions give results in the order of their inputs, wait a
 stop their event loop while the output is full. So each of `workers` tasks has one block of the problems and an event
 loop of its own, on which its part of the `parallel` slots take the next problem as they become free. A task gives, each
 second, all that has finished since: how many requests are in flight does not depend on how fast results are taken,
-until a slow reward leaves `BLOCKS` of them untaken. Then tasks keep their results, and ask nothing more from `WAITING`
-samples on, so that little is lost if the driver ends.
+until a slow reward leaves `BLOCKS` blocks of results untaken. Then tasks keep their results, and ask nothing more from
+`WAITING` samples on, so that little is lost if the driver ends.
 A pool of actors over blocks of a few problems would need eight times the CPU time: Ray Data takes milliseconds for each
 block and each result.
 
@@ -55,9 +55,10 @@ GATHER_S = 1.0  # seconds: each block costs Ray Data time and memory, on cores t
 
 
 class _HeldBack(BackpressurePolicy):
-    """Takes no more blocks of the tasks while the driver has some: else Ray Data takes all at once, limited by none.
+    """Takes no more blocks of the tasks while `BLOCKS` of them wait at the driver.
 
-    A task whose blocks are not taken stands still in its `yield`.
+    No other policy limits how many Ray Data takes. A task whose blocks are not taken stands still
+    in its `yield`.
     """
 
     def max_task_output_bytes_to_read(self, op: "PhysicalOperator") -> int | None:

@@ -34,7 +34,7 @@ from serve_app.http.paging import first_page
 from serve_app.http.ranges import Download
 
 MOST_FENCES = 10_000
-PLAN_S = 300.0  # the longest wait for the store to read the index of a session's files
+PLAN_S = 300.0  # the longest wait for the store to look through a session's files, or to read a page of a download
 
 
 class Backend:
@@ -158,7 +158,8 @@ class Backend:
         except RequestError:
             raise
         except (ApiError, StoreError, *UNAVAILABLE) as error:
-            if isinstance(error, (StoreError, RayTaskError)) or session not in self._fences:  # it refuses, or is new
+            # The store refuses, or this session was not admitted before.
+            if isinstance(error, (StoreError, RayTaskError)) or session not in self._fences:
                 self._fences.pop(session, None)
                 return replace(job, unstorable=str(getattr(error, "cause", None) or error))
             return replace(job, fence=self._fences[session])

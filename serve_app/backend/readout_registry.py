@@ -40,7 +40,7 @@ class Readouts(ClientData):
             try:
                 await model.check_readout(kept["point"], kept["hidden"])
             except ApiError as refused:
-                if refused.status == 400:  # at worst deletes one from before the model's load
+                if refused.status == 400:  # at worst this deletes the same readout, stored before the model was loaded
                     await self.ask("delete", kept["name"], account)
                 raise
         return kept

@@ -21,7 +21,7 @@ from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, Message, Refusal
 from serve_app.http.errors import ApiError
 
-FRESH_S = 1.0  # how long a replica is assumed to run: asking Serve takes 10 ms of processor time
+FRESH_S = 1.0  # how long an answer whether a replica runs is reused: asking Serve takes 10 ms of processor time
 
 
 DESCRIBE_S = 5.0  # the longest wait for a model's description or settings

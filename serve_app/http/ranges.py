@@ -20,7 +20,8 @@ from serve_app.http.errors import ApiError
 
 PAGE_BYTES = 4 << 20  # the proxy holds about 1.4 times as much
 _PIECE_BYTES = 1 << 20
-LONGEST_S, SLOWEST_BYTES = 60.0, 1 << 20  # a slower client no longer delays its owner's other downloads
+# Seconds, and bytes per second: a slower client no longer delays its owner's other downloads.
+LONGEST_S, SLOWEST_BYTES = 60.0, 1 << 20
 _ONE_RANGE = re.compile(r"bytes=[ \t]*(\d{0,18})-(\d{0,18})[ \t]*", re.ASCII | re.IGNORECASE)
 
 

@@ -37,7 +37,7 @@ export function colouring(app, { code, stored = false, onchange }) {
   const key = h("div");
   const trouble = h("div", { role: "status" });
   const status = h("span", { class: "wait", role: "status" });
-  const reading = work({ trouble, status, what: "colouring", home: () => by }); // the requirements of the chosen colours
+  const reading = work({ trouble, status, what: "colouring", home: () => by }); // requests for the chosen colours
   const forgotten = new WeakSet(); // strips that are no longer shown
   const held = new Map(); // strip -> `{ found, state, title, unit, ends }`, of which the last painted it
   const element = h("div", { class: "row colouring", role: "group", "aria-label": "Colours" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, status, " ", reading.stop, trouble), points);

@@ -19,7 +19,7 @@ class LensGrid extends HTMLElement {
   #at = [0, 0]; // position and row of the keyboard focus
   #chosen = null;
   #dragged = null;
-  #isOld = false; // whether what stands there is to be drawn anew
+  #isOld = false; // whether the drawn columns are outdated
   #stem = newId("cell");
   #layout = perFrame(() => this.#place());
 
@@ -47,7 +47,7 @@ class LensGrid extends HTMLElement {
     this.refresh();
   }
 
-  /** Redraws the visible part after cells or colours have changed; until then the old cells take a press. */
+  /** Redraws the visible part after cells or colours have changed; until then the old cells still react to presses. */
   refresh() {
     this.#isOld = true;
     this.#layout();

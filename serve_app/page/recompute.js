@@ -120,7 +120,10 @@ export const rowsBody = (model, ids, points, positions, more = nothing) => ({
   ...more(upTo(ids, positions).length),
 });
 
-/** Rows of points by the point's name; each request has as many positions as the server allows, unless only one is wanted. */
+/**
+ * Rows of points by the point's name; each request has as many positions as the server allows. With `isOne`, a single
+ * request has all of them, or fails.
+ */
 export async function rows(model, ids, points, positions, signal, more, isOne = false) {
   const found = {};
   await inParts(positions, isOne, async (some) => {

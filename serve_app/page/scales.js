@@ -22,7 +22,7 @@ function mixed(stops, share) {
 const linear = (part) => (part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
 const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
 
-/** The text colour on a background: black or white, whichever is more readable. */
+/** A background with its text colour: black or white, whichever is more readable. */
 function inks(rgb) {
   return { ground: `rgb(${rgb.join(" ")})`, ink: luminance(rgb) > 0.18 ? "#000" : "#fff" };
 }

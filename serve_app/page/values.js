@@ -1,4 +1,4 @@
-// Numbers to colour tokens by that are not their own: read from storage, or computed again by the model.
+// Numbers for colouring tokens that the tokens do not have themselves: from storage, or computed again by the model.
 
 import { fill } from "./dom.js";
 import { rows, rowsBody, scores, scoresBody, span, storedQuery, storedRows, vector, vectors } from "./recompute.js";

@@ -294,7 +294,7 @@ class Archive:
         self._copied = version
 
     def _restore_new_state(self) -> None:
-        """Have a database of the state that took a lost one's place learn what the catalogue knows of the copies."""
+        """Restore pins and owners from the catalogue's copies into a state database that replaced a lost one."""
         if self._state.rows("SELECT 1 FROM unrestored"):
             self._restore_records()
             self._state.write("DELETE FROM unrestored", [()])

@@ -160,7 +160,7 @@ class Catalogue(Queries):
                     known.remove(row)
                 else:
                     changed.add(file.session_id)
-        except OSError:  # it is tried again, and said
+        except OSError:  # the full scan below tries again, and logs the error
             self._guarded(self._look)
         else:
             if changed := changed | {session_id for session_id, *_ in known}:

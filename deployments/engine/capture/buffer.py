@@ -17,7 +17,7 @@ from deployments.points.capture import Capture
 from deployments.points.patterns import Patterns
 from deployments.points.token_choices import resolve
 
-PIECE_BYTES = 16 << 20  # a buffer with this many bytes releases its rows
+PIECE_BYTES = 16 << 20  # the most bytes at which a buffer releases its rows; fewer if its share of the budget is small
 
 
 class CaptureError(ValueError):

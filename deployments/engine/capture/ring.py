@@ -12,8 +12,8 @@ from deployments.engine.capture.row_sizes import SPARE_ROWS
 from deployments.places.place import Place
 
 WINDOW_BYTES = 32 << 20  # on a CPU: size of the ring in which decoded rows gather before they are split by request
-GPU_PART = 128  # the ring takes this fraction of a GPU's memory; each window costs a copy for each request and place
-BUDGET_PART = 4  # the ring takes at most this fraction of a CPU's memory for recorded rows, in addition to it
+GPU_PART = 128  # on a GPU: its memory divided by this is the ring's size; a window costs a copy per request and place
+BUDGET_PART = 4  # on a CPU: the memory for recorded rows divided by this is the ring's most, in addition to that memory
 WINDOW_STEPS = SPARE_ROWS  # for a request for its last rows, all rows of a window are spare
 
 

@@ -19,8 +19,8 @@ from deployments.model.model import Model
 MOST_CHARACTERS = 128 << 10  # of a grammar including its schemas
 MOST_REASON = 400  # characters
 CACHED_GRAMMARS = 16  # compiled grammars kept for later requests
-# Lower than the library's own: compiling delays a step by a few milliseconds at most, and a grammar keeps at most some
-# tens of MiB of lexer states.
+# Lower than the library's own: finding the allowed tokens delays a step by a few milliseconds at most, and a grammar
+# keeps at most some tens of MiB of lexer states.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,

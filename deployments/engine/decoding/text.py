@@ -35,7 +35,7 @@ class TextStream:
         self._emitted = 0
         self._pieces: list[str] = []
         self._pending = ""  # decoded and not emitted
-        self._settled = 0  # characters that can no longer belong to a stop string
+        self._settled = 0  # characters in which no stop string can end any more
         self.stopped = False
 
     @property
