@@ -312,6 +312,7 @@ def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_
     asyncio.run(scene())
 
 
+@pytest.mark.usefixtures("cluster")
 def test_while_the_store_does_not_answer_what_was_known_last_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(profile_registry, "PATIENCE_S", 60)
     monkeypatch.setattr(profile_registry, "FRESH_S", 0.0)
