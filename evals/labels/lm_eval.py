@@ -41,9 +41,9 @@ class _Asked:
     answers: set[str] = field(default_factory=set)  # none of a loglikelihood
     stops: set[str] = field(default_factory=set)  # strings that end an answer and are no part of it
 
-    def gave(self, text: str | None) -> bool:
+    def gave(self, text: str) -> bool:
         """Whether a run's text ends in one of the answers, and in what stopped it."""
-        return any(answer and answer in (text or "") and self._is_end(answer, text or "") for answer in self.answers)
+        return any(answer and answer in text and self._is_end(answer, text) for answer in self.answers)
 
     def _is_end(self, answer: str, text: str) -> bool:
         rest = SPECIAL.sub("", text.rpartition(answer)[2]).strip()
@@ -117,7 +117,7 @@ def _own(of: "Sequence[RunFacts]", asked: _Asked) -> "Sequence[RunFacts]":
     """Of the runs of one prompt the sample's own, if it is known."""
     if len(of) == 1:
         return of
-    found = [run for run in of if asked.gave(run.text)]
+    found = [run for run in of if asked.gave(run.text or "")]
     return found if len(found) == 1 else ()
 
 
@@ -125,7 +125,7 @@ def messages_hash(asked: Any) -> str:
     """What a stored run has as `messages_hash`.
 
     Args:
-        asked: the messages of a chat, or the list of prompts of a request for completions.
+        asked: the messages of a chat, or a list with only the run's prompt.
     """
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 

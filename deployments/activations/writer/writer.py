@@ -343,8 +343,8 @@ class Writer:
             for uri in left and left - self._put(lambda: self._pool.own).result():
                 known = {entry.facts.run_id for entry in self._catalogue.of_file(uri)}
                 try:
-                    if note := seal_left(path_of(uri), known):
-                        self._put(partial(self._add_left, note)).result()
+                    if update := seal_left(path_of(uri), known):
+                        self._put(partial(self._add_left, update)).result()
                 except StoreError:
                     raise
                 except OSError as error:  # of this file, perhaps
@@ -356,9 +356,9 @@ class Writer:
             if not self._closed:
                 logger.error("files without a footer are sealed later: %s", error)
 
-    def _add_left(self, note: FileUpdate) -> None:
-        if path_of(note.file.uri).exists():  # its session was not deleted meanwhile
-            self._catalogue.add(note)
+    def _add_left(self, update: FileUpdate) -> None:
+        if path_of(update.file.uri).exists():  # its session was not deleted meanwhile
+            self._catalogue.add(update)
 
     def _log(self, expired: Future[list[str]]) -> None:
         if not self._closed and (error := expired.exception()):
