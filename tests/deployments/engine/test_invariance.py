@@ -87,7 +87,7 @@ def test_any_company_gives_the_same_bits(invariant, prompt, capturing, lengths, 
 
 
 @pytest.mark.parametrize(
-    ("batch_invariant", "dtype"), itertools.product((True, False), (torch.float32, torch.bfloat16))
+    ("batch_invariant", "dtype"), list(itertools.product((True, False), (torch.float32, torch.bfloat16)))
 )
 def test_long_contexts_give_the_same_bits_with_it_alone(
     batch_invariant, dtype, build, byte_tokenizer, prompt, capturing, two_threads, monkeypatch
