@@ -211,7 +211,11 @@ def made(model, sandbox: Sandbox, names: dict[str, Any]) -> Jobs:
     return Jobs(JobModel(model.shared, model.tokenizer, sandbox), names)
 
 
-@pytest.fixture(scope="module", params=SANDBOXES)
+# A GPU's devices are let into a user namespace in addition.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.long) if "GPU" in name else name for name in SANDBOXES],
+)
 def jobs(request, model, names):
     sandbox = SANDBOXES[request.param]
     sandbox_code = f"Sandbox(**{vars(sandbox)!r})"
