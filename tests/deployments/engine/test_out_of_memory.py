@@ -27,16 +27,16 @@ torch.set_num_threads(1)
 size = {{"max_position_embeddings": 16384, "num_hidden_layers": 2, "intermediate_size": 16384}}
 model = Model(conftest._build("qwen3", **size), conftest._byte_tokenizer(), "qwen3")
 
-def served():
-    engine = Engine(model, prefill_tokens=4096, kv_bytes=8 << 30)
+def served(engine):
     done = engine.generate([Request(name, [9] * length, new, ignore_eos=True) for name, length, new in {requests}])
     done += engine.generate([Request("after", [7] * 20, 4, ignore_eos=True)])
     return {{f.id: [f.reason, f.code, f.error, list(f.tokens)] for f in done}}, engine.statistics.out_of_memory
 
-roomy = served()
+first, second = (Engine(model, prefill_tokens=4096, kv_bytes=8 << 30) for _ in range(2))
+roomy = served(first)
 pages = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (pages + ({limit} << 20),) * 2)
-print(json.dumps([roomy, served()]))
+print(json.dumps([roomy, served(second)]))
 """
 
 pytestmark = pytest.mark.slow
