@@ -269,7 +269,7 @@ def smollm2() -> Path:
 
 @pytest.fixture
 def with_mounts(tmp_path: Path) -> Callable[..., None]:
-    """`with_mounts(file, *options)`: run a file's tests by a pytest of their own, in a namespace where they may mount."""
+    """`with_mounts(file, *options)`: run a file's tests by a pytest of their own, in a namespace with mounts."""
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         subprocess.run([*namespace, "mount", "-t", "tmpfs", "tmpfs", tmp_path], check=True, capture_output=True)
