@@ -139,10 +139,10 @@ def test_a_guided_row_that_is_preempted_or_run_in_pieces_says_the_same(demo, pro
     position = KvMemory(demo, 1, kv_bytes=1).position_bytes
     schema = grammar(demo, {"type": "array", "items": PERSON, "minItems": 40})
     asked = [
-        Request(str(i), prompt(length), 200, sampling=Sampling(seed=i, temperature=0.8), grammar=schema)
+        Request(str(i), prompt(length), 300, sampling=Sampling(seed=i, temperature=0.8), grammar=schema)
         for i, length in enumerate((242, 230, 100))
     ]
-    tight, roomy = Engine(demo, prefill_tokens=64, kv_bytes=768 * position), Engine(demo)
+    tight, roomy = Engine(demo, prefill_tokens=64, kv_bytes=1024 * position), Engine(demo)
     for request in asked:
         tight.submit(request)
         roomy.submit(request)
