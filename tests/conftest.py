@@ -145,7 +145,7 @@ def cluster() -> Iterator[Cluster]:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",  # 15 else: whatever else runs on the machine would come before the servers
             # Idle workers stay for the next task. By default they end after a second while no CPU is free.
-            "RAY_num_workers_soft_limit": "-1",
+            "RAY_num_workers_soft_limit": "8",
             # Ray's and Serve's looks at an idle cluster, which take a tenth of two cores by default.
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
             "REPORTER_UPDATE_INTERVAL_MS": "60000",
