@@ -26,7 +26,7 @@ smollm2: $(VENV)/.ready  ## fetch a small real model, SmolLM2-135M-Instruct, for
 
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --durations=10
 
-test: lint  ## what every change must pass: about half an hour on two cores
+test: lint  ## what every change must pass
 	$(PYTEST) -n 2 -m "not long"
 
 test-fast: $(VENV)/.ready-dev  ## what needs no server, for every edit: under three minutes

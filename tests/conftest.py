@@ -144,6 +144,8 @@ def cluster() -> Iterator[Cluster]:
             "RAY_ADDRESS": address,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",  # 15 else: whatever else runs on the machine would come before the servers
+            # Idle workers stay for the next task. By default they end after a second while no CPU is free.
+            "RAY_num_workers_soft_limit": "8",
             # Ray's and Serve's looks at an idle cluster, which take a tenth of two cores by default.
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
             "REPORTER_UPDATE_INTERVAL_MS": "60000",
@@ -266,16 +268,16 @@ def smollm2() -> Path:
 
 
 @pytest.fixture
-def with_mounts(tmp_path: Path) -> Callable[[Path], None]:
-    """`with_mounts(file)`: run a file's tests by a pytest of their own, in a namespace where they may mount."""
+def with_mounts(tmp_path: Path) -> Callable[..., None]:
+    """`with_mounts(file, *options)`: run a file's tests by a pytest of their own, in a namespace with mounts."""
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         subprocess.run([*namespace, "mount", "-t", "tmpfs", "tmpfs", tmp_path], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no mounts of one's own here: {getattr(error, 'stderr', b'').decode() or error}")
 
-    def run(file: Path) -> None:
-        command = [*namespace, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    def run(file: Path, *options: str) -> None:
+        command = [*namespace, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), *options]
         done = subprocess.run([*command, f"--basetemp={tmp_path / 'its'}"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from evals.gsm8k.__main__ import main
+from serve_app import demo
+
 ROOT = Path(__file__).parent.parent
 ADDRESS = "http://127.0.0.1:8000"
 
@@ -98,23 +101,26 @@ def works(code: str, env: dict[str, str]) -> None:
     assert done.stdout.strip()
 
 
-def loads_what_it_printed(python: Path | str, printed: str, env: dict[str, str]) -> None:
-    code = printed[printed.index("from deployments.activations import load") :].split("\n")[:3]
-    loaded = subprocess.run([python, "-c", "\n".join(code)], env=env, capture_output=True, text=True, check=True)
-    assert loaded.stdout.startswith("torch.Size([")
+def to_load(printed: str) -> str:
+    """The lines of an evaluation's output that load one of its runs."""
+    return "\n".join(printed[printed.index("from deployments.activations import load") :].split("\n")[:3])
 
 
-def test_the_demo_prints_what_came_of_it_and_how_to_load_it(tmp_path):
-    """On 2 problems; `make demo` below takes all 20."""
-    env = plain_environment(tmp_path) | {"PYTHONPATH": str(ROOT)}
-    few = "from serve_app import demo; demo.SAMPLES = 2; demo.main()"
-    done = subprocess.run([sys.executable, "-c", few], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_demo_prints_what_came_of_it_and_how_to_load_it(served, tmp_path, monkeypatch, capsys):
+    """Its command, on 2 problems and the server that is there; `make demo` below starts one and takes all 20."""
+    command = []
+    monkeypatch.setattr(os, "execve", lambda _, argv, __: command.extend(argv))
+    demo.main()
+    assert command[1:3] == ["-m", "evals.gsm8k"]
+    results = str(tmp_path / "results")
+    assert main([*command[3:], "--samples", "2", "--base-url", served.base_url, "--results-dir", results]) == 0
+    said = capsys.readouterr().out
     for mode in ("no-tools", "with-tools"):
-        assert re.search(rf"^{mode} +\d+\.\d%", done.stdout, re.MULTILINE)
-    assert "tokens/s" in done.stdout
-    assert str(tmp_path / "home" / "results") in done.stdout
-    loads_what_it_printed(sys.executable, done.stdout, env)
+        assert re.search(rf"^{mode} +\d+\.\d%", said, re.MULTILINE)
+    assert "tokens/s" in said
+    assert results in said
+    exec(to_load(said), {})  # noqa: S102 - as a user's Python runs it
+    assert capsys.readouterr().out.startswith("torch.Size([")
 
 
 def plain_environment(directory: Path) -> dict[str, str]:
@@ -130,7 +136,9 @@ def test_make_demo_works_in_a_fresh_clone(tmp_path):
     env = plain_environment(tmp_path)
     done = subprocess.run(["make", "demo"], cwd=tmp_path / "vitrine", env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    loads_what_it_printed(tmp_path / "vitrine" / ".venv" / "bin" / "python", done.stdout, env)
+    load = [tmp_path / "vitrine" / ".venv" / "bin" / "python", "-c", to_load(done.stdout)]
+    loaded = subprocess.run(load, env=env, capture_output=True, text=True, check=True)
+    assert loaded.stdout.startswith("torch.Size([")
 
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deployments").rglob("*.md")]

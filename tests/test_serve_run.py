@@ -14,6 +14,8 @@ from ray import serve
 
 from deployments.activations import load
 from deployments.demo_model import WEIGHTS
+from serve_app import build_app
+from tests import waiting
 from tests.conftest import ROOT, healthy, until
 
 RUN = ["serve", "run", "--name=second", "--route-prefix=/second", "serve_app:build_app"]
@@ -44,6 +46,7 @@ def second(served):
         serve.delete("second")
 
 
+@pytest.mark.long  # three replicas on two cores
 def test_the_options_are_those_that_were_given(second, eventually):
     # A list is without a model that takes seconds to describe itself.
     (model,) = eventually(lambda: httpx.get(f"{second}/v1/models", timeout=30).json()["data"])
@@ -53,7 +56,7 @@ def test_the_options_are_those_that_were_given(second, eventually):
     assert httpx.get(f"{second}/v1/models/named/second", timeout=30).status_code == 200
 
 
-@pytest.mark.long  # tests of the evaluator run it on the same two cores
+@pytest.mark.long
 def test_an_evaluation_finishes_beside_three_replicas_on_two_cores(second, served, tmp_path):
     command = ["python", "-m", "evals.gsm8k", f"--base-url={second}/v1", "--samples=4", "--mode=no-tools"]
     command += ["--max-tokens=16", f"--results-dir={tmp_path / 'results'}"]
@@ -61,13 +64,19 @@ def test_an_evaluation_finishes_beside_three_replicas_on_two_cores(second, serve
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(second):
-    body = {"model": "named/second", "prompt": "Tom has", "max_tokens": 800, "ignore_eos": True, "stream": True}
+def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(served):
+    given = {"model_id": "named/third", "threads": "1", "num_cpus": "0.1", "max_seq_len": "1024"}
+    serve.run(build_app(given), name="third", route_prefix="/third")
+    root = f"{served.root}/third"
+    waiting.until(lambda: healthy(root))
+    model = httpx.get(f"{root}/v1/models/named/third", timeout=30).json()
+    assert (model["id"], model["max_model_len"]) == ("named/third", 1024)
+    body = {"model": "named/third", "prompt": "Tom has", "max_tokens": 800, "ignore_eos": True, "stream": True}
     body |= {"store_activations": True, "session_id": "drained"}
-    with httpx.stream("POST", f"{second}/v1/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{root}/v1/completions", json=body, timeout=120) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         next(lines)  # it has begun
-        deletion = threading.Thread(target=serve.delete, args=("second",))
+        deletion = threading.Thread(target=serve.delete, args=("third",))
         deletion.start()
         events = list(lines)
     deletion.join()

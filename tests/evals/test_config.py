@@ -176,7 +176,7 @@ ALSO = {"resume": "--results-dir", "stages": "--results-dir"}
 
 
 @pytest.mark.parametrize("name", sorted(Config.model_fields))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings().max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=VALUES)
 @example(value=True)
 @example(value=2.0)

@@ -57,7 +57,7 @@ def by_id(session: Path) -> dict[str, RunFacts]:
     return {str(run.sample_id): run for run in found}
 
 
-@pytest.fixture(params=["model", "base_url"])
+@pytest.fixture
 def way(request: pytest.FixtureRequest, served: Served, store: Path) -> dict[str, str]:
     """Where the prompts run: in an engine beside the server, or at the server.
 
@@ -66,6 +66,7 @@ def way(request: pytest.FixtureRequest, served: Served, store: Path) -> dict[str
     return {"model": DEMO, "store": str(store)} if request.param == "model" else {"base_url": served.base_url}
 
 
+@pytest.mark.parametrize("way", ["model", "base_url"], indirect=True)
 def test_what_is_stored_of_each_example_and_what_cannot_be_is_named_and_left_out(
     way: dict[str, str], store: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_the_same_command_again_stores_nothing(served: Served, store: Path) -> N
     assert by_id(store / "again").keys() == stored.keys()
 
 
+@pytest.mark.parametrize("way", [pytest.param("model", marks=pytest.mark.long), "base_url"], indirect=True)
 def test_points_that_the_model_has_not_are_refused_at_once(way: dict[str, str]) -> None:
     with pytest.raises(DataError, match=r"--points: .*layers\.0\.none"):
         collect(problems(2), session="refused", points=["layers.0.none"], on_error="skip", **way)

@@ -152,12 +152,10 @@ def test_an_address_says_its_scheme():
         vitrine.connect("localhost:8000")
 
 
+@pytest.mark.long  # examples of docs/nnsight.md use both
 @pytest.mark.parametrize(
     "order",
-    [
-        pytest.param("import nnsight, vitrine; connect = vitrine.connect", marks=pytest.mark.long),
-        "import vitrine; connect = vitrine.connect; import nnsight",
-    ],
+    ["import nnsight, vitrine; connect = vitrine.connect", "import vitrine; connect = vitrine.connect; import nnsight"],
 )
 def test_the_client_works_beside_nnsight(scripted, order):
     code = f"{order}; print(connect({scripted(MODELS)!r}).model, hasattr(object, 'save'))"

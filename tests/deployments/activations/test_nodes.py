@@ -54,11 +54,12 @@ def on_two_nodes(root: Path, part: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(("both", "a "))]
 
 
+@pytest.mark.long  # one more cluster; below, the same in one process
 def test_each_node_writes_files_of_its_own_and_the_store_knows_them_all(tmp_path):
     assert len(on_two_nodes(tmp_path, "write")) == 4
 
 
-@pytest.mark.long  # one more cluster
+@pytest.mark.long
 def test_a_node_that_is_drained_uploads_what_is_open(tmp_path):
     assert len(on_two_nodes(tmp_path, "drain")) == 1
 

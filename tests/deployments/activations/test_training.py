@@ -176,8 +176,7 @@ def test_labels_are_found_by_run(session):
         assert torch.equal(labels[batch.run], batch.points[POINT][:, 0].int() % 2)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("context", "shuffle"), [("fork", True), ("fork", False), ("spawn", True)])
 def test_workers_share_the_rows_and_see_the_epoch(session, context, shuffle):
     rows = ActivationRows(session, [POINT], batch_size=32, shuffle=shuffle)
     expected = sorted((run, position) for run in range(30) for position in range(40))

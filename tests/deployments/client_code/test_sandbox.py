@@ -11,7 +11,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,11 +208,23 @@ def names(model, tmp_path_factory):
         }
 
 
+@contextmanager
+def closed_umask() -> Iterator[None]:
+    """Files that are made in the block, and by a host that it starts, are for their user alone."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
 def made(model, sandbox: Sandbox, names: dict[str, Any]) -> Jobs:
     return Jobs(JobModel(model.shared, model.tokenizer, sandbox), names)
 
 
-@pytest.fixture(scope="module", params=SANDBOXES)
+# A GPU's devices are let into a user namespace in addition.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.long) if "GPU" in name else name for name in SANDBOXES],
+)
 def jobs(request, model, names):
     sandbox = SANDBOXES[request.param]
     sandbox_code = f"Sandbox(**{vars(sandbox)!r})"
@@ -223,6 +236,8 @@ def jobs(request, model, names):
     if not (sandbox.landlock and sandbox.seccomp):
         pytest.skip("this kernel has no Landlock or no seccomp")
     jobs = made(model, sandbox, names)
+    with closed_umask():  # of the host of the jobs
+        assert "started" in jobs.printed("print('started')")
     yield jobs
     jobs.processes.close()
 
@@ -432,32 +447,23 @@ def test_this_machine_may_run_code_where_it_cannot_be_isolated():
     assert runner._sandbox(Options(), False, "127.0.0.1").seccomp
 
 
-@pytest.fixture
-def closed_umask():
-    """Files that are made are for their user alone."""
-    before = os.umask(0o077)
-    yield
-    os.umask(before)
-
-
 @pytest.fixture(scope="module")
 def best():
     return processes.sandbox(gpu=False)
 
 
-@pytest.mark.usefixtures("closed_umask")
-def test_a_closed_umask_takes_nothing_from_a_job(model, names, best):
-    assert processes.sandbox(gpu=False) == best
-    jobs = made(model, best, names)
+def test_under_a_closed_umask_the_same_sandbox_is_found(best):
+    with closed_umask():
+        assert processes.sandbox(gpu=False) == best
+
+
+def test_a_closed_umask_takes_nothing_from_a_job(jobs):
     code = """
 importlib.import_module('colorsys')
 print(len(os.listdir('/usr')) > 0, open(os.devnull, 'w').write('nothing'), len(os.urandom(8)))
 print(open('/proc/self/status').readline().startswith('Name'))
 """
-    try:
-        assert jobs.printed(code).splitlines()[1:3] == ["True 7 8", "True"]
-    finally:
-        jobs.processes.close()
+    assert jobs.printed(code).splitlines()[1:3] == ["True 7 8", "True"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")

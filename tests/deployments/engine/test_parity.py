@@ -17,6 +17,7 @@ from deployments.engine import sequence
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Event, Finished, LensLayers, Request, Rows, Sampling
+from tests.deployments.conftest import SERVED
 
 LENGTHS = (1, 2, 5, 7, 9, 14, 21, 30)
 NEW = 12  # a request's most tokens
@@ -25,7 +26,15 @@ ENDLESS = 3000  # steps
 TOKENS = ["all", "prompt", "generated", "last", {"last": 12}, "prompt_last", "generated_last"]
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
 
-pytestmark = pytest.mark.slow
+# What computes attention: what transformers takes for the architecture, and what shows patterns by itself. Of the
+# latter those that differ: windows, capped scores, one matrix for queries, keys and values, one key for all queries.
+EAGER = ("qwen3_windows", "gemma2", "gpt2", "falcon_parallel")
+ATTENTION = [
+    *((name, "auto") for name in SERVED),
+    *(pytest.param(name, "eager", marks=() if name in EAGER else pytest.mark.long) for name in SERVED),
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize(("architecture", "attention"), ATTENTION, scope="module")]
 
 
 class Submit(NamedTuple):
@@ -141,12 +150,6 @@ def _little_is_reserved():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequence, "RESERVED_TOKENS", 1)
         yield
-
-
-@pytest.fixture(scope="module", params=["auto", "eager"])
-def attention(request):
-    """What computes attention: what transformers takes for the architecture, and what shows patterns by itself."""
-    return request.param
 
 
 @pytest.fixture(scope="module")

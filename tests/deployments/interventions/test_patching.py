@@ -11,7 +11,7 @@ import ray
 import torch
 from pydantic import TypeAdapter
 
-from deployments.activations.actors.reader import ActivationReader, connect_reader
+from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.reader.loading import load
 from deployments.engine.request import GREEDY, Sampling
@@ -322,18 +322,17 @@ def test_rows_for_which_others_leave_no_room_now_get_429(tmp_path):
     patching.close()
 
 
-def test_the_store_behind_an_actor_refuses_by_the_field_too(plain, tmp_path):
-    patching, options = Patching.__new__(Patching), Options(dtype="float32", threads=1, activations_dir=str(tmp_path))
+def test_the_store_behind_an_actor_refuses_by_the_field_too(served):
+    patching, store = Patching.__new__(Patching), str(served.home / "activations")
     patching.dtype, patching._count = torch.float32, 0
-    patching._replica = ModelReplica.func_or_class(options)
+    patching._replica = ModelReplica.func_or_class(Options(dtype="float32", threads=1, activations_dir=store))
     run = patching.run(CLEAN)
     assert_same(patching.run(CLEAN, replaced(run)), run)
     told = patching.refusal(replaced(run, "layers.3.mlp.output"))
     assert told[:2] == ("interventions[0].from.point", "point_not_recorded")
     assert told[2].startswith("the run did not record layers.3.mlp.output; it has embed.output, ")
     patching._replica.__del__()
-    for connected in (connect, connect_reader):
-        ray.kill(connected(str(tmp_path)))
+    ray.get(connect(store).delete.remote("s"))
 
 
 def test_each_variant_is_a_choice_as_if_it_were_asked_alone(plain):

@@ -110,13 +110,23 @@ def test_while_serves_controller_does_not_answer_it_is_said_and_requests_are_ser
     eventually(lambda: status("/health"), lambda seen: seen[0] == 200)
 
 
-def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def empty_store(served, tmp_path_factory):
+    """A store and its reader, which nobody else uses."""
+    root = str(tmp_path_factory.mktemp("store"))
+    actors = connect(root), connect_reader(root)
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_a_store_that_does_not_answer_means_503(empty_store, monkeypatch):
     monkeypatch.setattr(waiting, "STORE_S", 0.5)
     monkeypatch.setattr(backend, "PLAN_S", 0.5)
-    options, store, reader = Options(model=NO_MODEL), connect(str(tmp_path)), connect_reader(str(tmp_path))
+    store, reader = empty_store
 
     async def ask() -> list[tuple[int, str | None]]:
-        asked = Backend(options, "none", store, reader)
+        asked = Backend(Options(model=NO_MODEL), "none", store, reader)
         sessions = (asked.sessions(OPERATOR, 1, None, Filter()), asked.session(OPERATOR, "any"))
         sessions += (asked.delete_session(OPERATOR, "any"), asked.data(OPERATOR, Choice("any")))
         tensors = (asked.tensors.list(OPERATOR, 1, None), asked.tensors.file(OPERATOR, "any"))
@@ -128,14 +138,10 @@ def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
         assert asyncio.run(ask()) == [(503, "unavailable")] * 7
     monkeypatch.undo()  # it may take longer to go on
     assert asyncio.run(ask()) == [(404, "session_not_found")] * 3 + [(404, "tensor_not_found")] * 2
-    ray.kill(store)
-    ray.kill(reader)
 
 
-def test_while_the_store_does_not_answer_jobs_are_admitted_to_sessions_that_are_their_senders(
-    served, tmp_path, monkeypatch
-):
-    store, reader, alice = connect(str(tmp_path)), connect_reader(str(tmp_path)), Account("alice", is_admin=False)
+def test_while_the_store_does_not_answer_jobs_are_admitted_to_sessions_that_are_their_senders(empty_store, monkeypatch):
+    (store, reader), alice = empty_store, Account("alice", is_admin=False)
     asked = Backend(Options(model=NO_MODEL), "none", store, reader)
 
     def admitted(session_id: str, account: Account = alice) -> Job:
@@ -148,9 +154,6 @@ def test_while_the_store_does_not_answer_jobs_are_admitted_to_sessions_that_are_
         assert admitted("hers").fence == fence
         unknown = (admitted("new"), admitted("hers", Account("bob", is_admin=False)))
         assert [(job.fence, "does not answer" in job.unstorable) for job in unknown] == [(None, True)] * 2
-    monkeypatch.undo()
-    ray.kill(store)
-    ray.kill(reader)
 
 
 def test_many_first_requests_at_once_are_all_served(served):

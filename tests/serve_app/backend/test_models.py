@@ -145,7 +145,7 @@ def test_a_server_without_a_model_is_healthy_and_serves_none(empty):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_two_models_serve_and_record_side_by_side_and_neither_disturbs_the_other(empty):
+def test_two_models_come_go_and_record_side_by_side_and_neither_disturbs_the_other(empty, eventually):
     empty.load(DEMO, dtype="float32", max_seq_len=1024)
     fields = {"max_tokens": 900, "ignore_eos": True}
     whole = empty.say(DEMO, **fields).json()["choices"][0]["text"]
@@ -155,14 +155,14 @@ def test_two_models_serve_and_record_side_by_side_and_neither_disturbs_the_other
         events = [next(lines)]
         with ThreadPoolExecutor(1) as pool:
             rest = pool.submit(lambda: list(lines))
-            assert empty.load(TINY) == {"ok": True, "model": TINY, "savepoints": []}
+            assert empty.load(TINY, **SETTINGS) == LOADED
             fails(empty, {"model_id": "tests/broken"}, 500, None, "load_failed")
             both(empty)
-            empty.unload(TINY)
+            goes_and_comes_again(empty, eventually)
             events += rest.result()
     assert events[-1] == "[DONE]"
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
-    assert empty.served == {DEMO}
+    assert empty.served == {DEMO, TINY}
 
 
 def both(server: Server) -> None:
@@ -182,6 +182,26 @@ def both(server: Server) -> None:
         assert list(load(point["uri"], run_id=run)["layers.1.output"].shape) == point["shape"]
     assert widths[TINY] == 32
     assert widths[DEMO] != 32
+
+
+def goes_and_comes_again(server: Server, eventually) -> None:
+    """A model that is unloaded finishes what it runs, takes nothing new, and can be loaded meanwhile."""
+    first = server.say(TINY).json()["choices"][0]["text"]
+    body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with (
+        ThreadPoolExecutor(3) as pool,
+        httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer,
+    ):
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        next(lines)
+        unloads = [pool.submit(server.unload, TINY) for _ in range(2)]
+        eventually(lambda: server.say(TINY).status_code, lambda status: status == 404)
+        again = pool.submit(server.load, TINY, **SETTINGS)
+        assert list(lines)[-1] == "[DONE]"
+        for unload in unloads:
+            unload.result()
+        assert again.result()["model"] == TINY
+    assert server.say(TINY).json()["choices"][0]["text"] == first
 
 
 def fails(server: Server, body: dict, status: int, param: str | None, code: str) -> str:
@@ -248,26 +268,6 @@ def test_a_model_loaded_with_eager_attention_shows_its_patterns(with_tiny):
     assert [len(head) for row in rows for head in row[:1]] == list(range(1, len(rows) + 1))
 
 
-def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_again(with_tiny, eventually):
-    server = with_tiny
-    first = server.say(TINY).json()["choices"][0]["text"]
-    body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with (
-        ThreadPoolExecutor(3) as pool,
-        httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer,
-    ):
-        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
-        next(lines)
-        unloads = [pool.submit(server.unload, TINY) for _ in range(2)]
-        eventually(lambda: server.say(TINY).status_code, lambda status: status == 404)
-        again = pool.submit(server.load, TINY, **SETTINGS)
-        assert list(lines)[-1] == "[DONE]"
-        for unload in unloads:
-            unload.result()
-        assert again.result()["model"] == TINY
-    assert server.say(TINY).json()["choices"][0]["text"] == first
-
-
 @pytest.mark.long
 def test_an_unload_past_its_limit_says_so_and_goes_on(with_tiny, options, eventually, monkeypatch):
     body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
@@ -330,6 +330,7 @@ def test_a_load_fails_with_a_later_replica_as_with_the_first(server, once, event
     assert applications() == set()
 
 
+@pytest.mark.long  # a replica starts
 @pytest.mark.usefixtures("empty")
 def test_a_load_past_the_servers_limit_is_given_up(options, eventually):
     hurried = options.model_copy(update={"load_timeout_s": 0.1})

@@ -21,21 +21,17 @@ from pydantic import ValidationError
 
 from deployments.activations.catalogue.database import NAME
 from deployments.errors import RequestError
-from deployments.options import Options
-from serve_app.api import build_api
 from serve_app.http import bodies
 from serve_app.http.bodies import Bodies
 from serve_app.http.errors import ApiError
-from serve_app.http.keys import Keys
 from serve_app.http.parsing import parsed
 from serve_app.schemas import base
 from serve_app.schemas.generation import ChatRequest, CompletionRequest
 from serve_app.schemas.models import LoadRequest
 from serve_app.schemas.tokens import DetokenizeRequest
+from tests.serve_app.described import APP, DESCRIPTION
 from tests.waiting import wait_until
 
-APP = build_api(SimpleNamespace(data=None, reads_unowned=False), Options(), Keys())  # type: ignore[arg-type]
-DESCRIPTION = APP.openapi()
 CHAT, COMPLETIONS, LOAD, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/models/load", "/detokenize"
 KINDS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, LOAD: LoadRequest, DETOKENIZE: DetokenizeRequest}
 SAID: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -117,10 +113,31 @@ MALFORMED = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    """Time for the processes to start, which yield to all others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "LIMIT_S", 300.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_bodies() -> Iterator[Bodies]:
+    """A reader of bodies whose processes read those of many tests."""
+    shared = Bodies()
+    yield shared
+    shared.close()
+
+
 @pytest.fixture
-def fresh_bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bodies]:
+def app_bodies(shared_bodies: Bodies) -> None:
+    """The app's reader of bodies."""
+    APP.state.bodies = shared_bodies
+
+
+@pytest.fixture
+def fresh_bodies() -> Iterator[Bodies]:
     """The app's reader of bodies, which no other test has used."""
-    monkeypatch.setattr(bodies, "LIMIT_S", 300.0)  # each test starts a process, which yields to all others
     fresh = APP.state.bodies = Bodies()
     yield fresh
     fresh.close()
@@ -138,8 +155,9 @@ def post(path: str, *contents: bytes, kind: str = "application/json") -> list[ht
     return asyncio.run(sent())
 
 
+@pytest.mark.usefixtures("app_bodies")
 @pytest.mark.parametrize(("path", "body", "param"), ATTACKS.values(), ids=ATTACKS)
-def test_a_body_of_many_mistakes_makes_few_errors_and_tells_one(fresh_bodies, path, body, param):
+def test_a_body_of_many_mistakes_makes_few_errors_and_tells_one(path, body, param):
     with pytest.raises(ValidationError) as caught:
         KINDS[path].model_validate(body)
     assert caught.value.error_count() <= 4  # one, or one for each branch of a union
@@ -149,16 +167,18 @@ def test_a_body_of_many_mistakes_makes_few_errors_and_tells_one(fresh_bodies, pa
     assert len(answer.content) < 512
 
 
+@pytest.mark.usefixtures("app_bodies")
 @pytest.mark.parametrize(("raw", "param"), MALFORMED.values(), ids=MALFORMED)
-def test_odd_json_is_refused(fresh_bodies, raw, param):
+def test_odd_json_is_refused(raw, param):
     [answer] = post(COMPLETIONS, raw)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert len(answer.content) < 512
 
 
+@pytest.mark.usefixtures("app_bodies")
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_a_body_that_a_page_may_send_unasked_is_refused_by_its_type(fresh_bodies, kind):
+def test_a_body_that_a_page_may_send_unasked_is_refused_by_its_type(kind):
     [answer] = post(COMPLETIONS, json.dumps(ASKED).encode(), kind=kind)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "Content-Type"
@@ -172,7 +192,8 @@ JSON_ROUTES = [
 ]
 
 
-def test_every_json_body_is_read_in_the_same_way(fresh_bodies):
+@pytest.mark.usefixtures("app_bodies")
+def test_every_json_body_is_read_in_the_same_way():
     assert {CHAT, COMPLETIONS, LOAD, DETOKENIZE, "/tokenize", "/models/unload", "/v1/interventions"} <= {*JSON_ROUTES}
     for path in JSON_ROUTES:
         [answer] = post(path, b'{"a": 1, "a": 2}')

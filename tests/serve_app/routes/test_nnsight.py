@@ -39,16 +39,6 @@ WRONG = {
 CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 16, "temperature": 0}
 
 
-def environment(root: str) -> dict[str, str]:
-    """A client's, which knows nothing but the server's address."""
-    return os.environ | {"NDIF_HOST": root, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
-
-
-def python(root: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run Python as a client of its own."""
-    return subprocess.run([sys.executable, *argv], env=environment(root), capture_output=True, text=True, timeout=300)
-
-
 def block(*lines: str, setup: str = "", call: str = "model.trace('Ann has 3 boxes', remote=True)") -> str:
     """A client's program of one block."""
     return "\n".join(
@@ -71,8 +61,9 @@ def block(*lines: str, setup: str = "", call: str = "model.trace('Ann has 3 boxe
 
 @pytest.fixture(scope="module")
 def interpreter(runs_code):
-    """A client's process that runs many programs."""
-    with programs.interpreter(sys.executable, environment(runs_code)) as running:
+    """A client's process, which knows nothing but the server's address and runs many programs."""
+    env = os.environ | {"NDIF_HOST": runs_code, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    with programs.interpreter(sys.executable, env) as running:
         yield running
 
 
@@ -96,11 +87,14 @@ def run(execute):
 
 
 @pytest.fixture(scope="module")
-def guide(runs_code, tmp_path_factory):
+def guide(interpreter, tmp_path_factory):
     """What each section of the guide saved, run over the server and without it."""
-    found = tmp_path_factory.mktemp("guide") / "found.pt"
-    done = python(runs_code, str(GUIDE), str(WEIGHTS), str(found))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    folder = tmp_path_factory.mktemp("guide")
+    program, found = folder / "program.py", folder / "found.pt"
+    argv = [str(GUIDE), str(WEIGHTS), str(found)]
+    program.write_text(f"import runpy, sys\nsys.argv = {argv}\nrunpy.run_path(sys.argv[0], run_name='__main__')")
+    said = interpreter.run(program)
+    assert found.exists(), said.stdout[-2000:] + said.stderr[-4000:]
     return torch.load(found, weights_only=False)
 
 
@@ -188,11 +182,10 @@ def test_an_awaited_job_gives_its_saved_values(run):
     assert "awaited ['value']" in done.stdout, done.stderr[-2000:]
 
 
-def test_the_status_and_the_environment_are_as_nnsight_reads_them(runs_code):
-    code = (
+def test_the_status_and_the_environment_are_as_nnsight_reads_them(execute):
+    done = execute(
         "import nnsight; print(nnsight.status()); c = nnsight.compare(); print(c.critical_mismatches, c.python_matches)"
     )
-    done = python(runs_code, "-c", code)
     assert "Up" in done.stdout
     assert "vitrine-demo" in done.stdout
     assert "RUNNING" in done.stdout
@@ -447,11 +440,11 @@ def test_jobs_and_results_that_are_not_there_are_told_so(runs_code):
     assert post(runs_code, named(), session=nobody).json()["error"]["code"] == "session_not_found"
 
 
-def test_without_the_operators_leave_no_code_is_run(served):
+def test_without_the_operators_leave_no_code_is_run(served, run):
     assert post(served.root, named()).json()["error"]["code"] == "client_code_off"
     for path in ("/status", "/env", "/whoami", "/response/x"):
         answer = httpx.get(served.root + path, timeout=60)
         assert answer.status_code == 403
         assert "allow_client_code" in answer.json()["error"]["message"]
-    done = python(served.root, "-c", block("x = model.output.save()", "pass"))
+    done = run("x = model.output.save()", "pass", call=f"model.trace('Ann has', remote={served.root!r})")
     assert done.stderr.splitlines()[-1].endswith(f"Failed to send request: {CODE_DISABLED}")

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from deployments.options import Options
-from serve_app.api import build_api
-from serve_app.http.keys import Keys
+from tests.serve_app.described import APP, DESCRIPTION
 
-APP = build_api(SimpleNamespace(data=None, reads_unowned=False), Options(), Keys())  # type: ignore[arg-type]
 OPEN = {("get", "/health")}  # load balancers add parameters of their own
 OPERATIONS = [
     (method, path)
-    for path, operations in APP.openapi()["paths"].items()
+    for path, operations in DESCRIPTION["paths"].items()
     for method in operations
     if (method, path) not in OPEN
 ]

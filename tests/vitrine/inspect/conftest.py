@@ -1,36 +1,45 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import programs
+
 HERE = Path(__file__).parent
 Evaluate = Callable[..., list[Path]]
 
 
 @pytest.fixture(scope="package")
-def evaluate(served, tmp_path_factory) -> Evaluate:
-    """`evaluate(*options)`: `inspect eval`, or `retry`, in a process of its own; gives the logs.
+def interpreter():
+    """A process that runs inspect_ai's commands: importing it takes seconds."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
+    with programs.interpreter(sys.executable, env, cwd=HERE) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def evaluate(served, interpreter, tmp_path_factory) -> Evaluate:
+    """`evaluate(*options)`: `inspect eval`, or `retry`; gives the logs.
 
     `env` is added to the environment; an evaluation with `fails` may end in an error.
     """
-    pytest.importorskip("inspect_ai", reason="inspect_ai is not installed: make lint")
 
     def run(*options: str, retry: bool = False, fails: bool = False, **env: str) -> list[Path]:
         folder = tmp_path_factory.mktemp("logs")
-        command = [sys.executable, "-m", "inspect_ai", "eval-retry" if retry else "eval", *options]
-        command += ["--log-dir", str(folder), "--display", "none"]
+        command = ["inspect", "eval-retry" if retry else "eval", *options]
+        command += ["--log-dir", str(folder / "logs"), "--display", "none"]
         if not retry:
             command += ["--model", "vitrine/vitrine-demo", "--model-base-url", served.base_url]
             command += ["--temperature", "0", "--max-tokens", "96"]
-        env |= {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
-        done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True, timeout=240)
-        assert fails or done.returncode == 0, done.stdout + done.stderr
-        return sorted(folder.iterdir())
+        lines = "import os, runpy, sys", f"os.environ |= {env}", f"sys.argv = {command}"
+        (folder / "run.py").write_text("\n".join([*lines, "runpy.run_module('inspect_ai', run_name='__main__')"]))
+        said = interpreter.run(folder / "run.py")
+        assert fails or said.stderr.rstrip().endswith("SystemExit: 0"), said
+        return sorted((folder / "logs").iterdir())
 
     return run
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip("inspect_ai", reason="inspect_ai is not installed: make lint")
-
 from evals.config import EvalError
 from evals.labels.__main__ import main
 from evals.labels.inspect_log import labelled
 from evals.probes.__main__ import main as probes
+
+pytestmark = pytest.mark.skipif(find_spec("inspect_ai") is None, reason="inspect_ai is not installed: make lint")
 
 
 def test_a_scorer_is_a_label_and_the_sample_the_group(logs: dict[str, Path], tmp_path: Path) -> None:
