@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import re
+import weakref
 from pathlib import Path
 
 import psutil
@@ -13,6 +16,8 @@ CGROUPS = (  # versions 2 and 1: limit, use, and the file and key with the size 
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("memory/memory.stat", "total_inactive_file")),
 )
 _PAGE = Path("/proc/self/statm")
+_RESERVED = "vitrine pages of "  # how the names of reservations begin
+_NAME_CHARACTERS = 50  # of a model's name; a file's name has at most 249 bytes
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
 
@@ -36,6 +41,46 @@ def left_in_container(root: Path = Path("/sys/fs/cgroup")) -> int | None:
         except (OSError, ValueError, KeyError):  # another version of control groups, or "max"
             continue
     return None
+
+
+class Reservation:
+    """Memory of a CPU that this process has reserved and not touched: the system counts it as free.
+
+    Other processes of the same user on this machine see its size as the length of an empty file in memory, which is
+    gone when this process ends. Only Linux has such files; elsewhere nothing is seen.
+    """
+
+    def __init__(self, model: str) -> None:
+        """Reserve nothing yet.
+
+        Args:
+            model: The model that it is for.
+        """
+        self._file = os.memfd_create(_reserved(model)) if hasattr(os, "memfd_create") else None
+        if self._file is not None:
+            weakref.finalize(self, os.close, self._file)
+
+    def resize(self, size: int) -> None:
+        """Set the bytes that are reserved and not touched now."""
+        if self._file is not None:
+            os.ftruncate(self._file, size)
+
+
+def reserved_for_others(model: str) -> int:
+    """Bytes that are reserved for other models than this one and not touched."""
+    others, own, found = f"/memfd:{_RESERVED}", f"/memfd:{_reserved(model)} (deleted)", dict[int, int]()
+    for file in glob.iglob("/proc/[0-9]*/fd/*"):
+        try:
+            if (name := os.readlink(file)).startswith(others) and name != own:
+                state = os.stat(file)
+                found[state.st_ino] = state.st_size  # once, also if a child process inherited it
+        except OSError:  # closed meanwhile, or another user's
+            continue
+    return sum(found.values())
+
+
+def _reserved(model: str) -> str:
+    return _RESERVED + model[-_NAME_CHARACTERS:]
 
 
 def held_bytes(device: torch.device) -> int:

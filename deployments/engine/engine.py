@@ -465,28 +465,24 @@ class Engine:
             logger.exception("request %s failed on its readouts", seq.request.id)
             captured, reason, error = None, "error", f"{type(failed).__name__}: {failed}"
         seq.memory.after = device_memory.held_bytes(self.model.device)
-        request = seq.request
-        rest = Delta.of(seq.unsaid) if seq.unsaid else None
-        seen = tuple(seq.prompt_lens)
+        if captured is not None:
+            self._capture_budget.sent(seq, captured.bytes)
+        self.statistics.cached_tokens += seq.cached
         end = Finished(
-            request.id,
+            seq.request.id,
             reason,
-            request.prompt,
+            seq.request.prompt,
             seq.tokens,
             captured,
             error,
             code,
             seq.memory,
-            rest,
-            seen,
-            cached=seq.cached,
+            rest=Delta.of(seq.unsaid) if seq.unsaid else None,
+            prompt_lens=tuple(seq.prompt_lens),
             readouts=readouts,
+            stop_reason=seq.stop_reason,
+            cached=seq.cached,
         )
-        if seq.stop_reason:
-            end = replace(end, stop_reason=seq.stop_reason)
-        if captured is not None:
-            self._capture_budget.sent(seq, captured.bytes)
-        self.statistics.cached_tokens += seq.cached
         events.append(end)
 
     def _note(self) -> None:

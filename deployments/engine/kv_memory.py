@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deployments.engine.device_memory import free_bytes, release_cached
+from deployments.engine.device_memory import Reservation, free_bytes, release_cached, reserved_for_others
 from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 from deployments.model.model import Model
 
@@ -40,12 +40,16 @@ class KvMemory:
             model: The model.
             max_running: The most sequences at once; limits the number of pages to what they can fill.
             kv_bytes: The budget.
-            kv_fraction: The budget as a fraction of the free memory, used without `kv_bytes`; half by default.
+            kv_fraction: The budget as a fraction of the free memory, used without `kv_bytes`; half by default. Pages
+                that another model has reserved and not written to yet are not free.
         """
         probe, by_device = _one_page(model)
         page_bytes = by_device.total()
         self.position_bytes = page_bytes // PAGE
-        free = min(int(free_bytes(device) * (kv_fraction or 0.5)) // size for device, size in by_device.items())
+        free = min(
+            int(_unreserved_bytes(device, model.name) * (kv_fraction or 0.5)) // size
+            for device, size in by_device.items()
+        )
         most = max_running * pages_for(model.context)
         self.pages = min(kv_bytes // page_bytes if kv_bytes else free, most)
         self.cache = PagedCache(self.pages + 1, like=probe)
@@ -59,6 +63,9 @@ class KvMemory:
         self._names: dict[int, tuple[Hashable, tuple[int, ...]]] = {}  # page -> its key in `_known`
         self._idle: OrderedDict[int, None] = OrderedDict()  # known pages that no sequence holds, oldest first
         self._numbers = itertools.count(1)
+        self._cpu_page_bytes = sum(size for device, size in by_device.items() if device.type == "cpu")
+        self._reservation = Reservation(model.name)
+        self._touch_up_to(NO_PAGE)
 
     @property
     def budget_bytes(self) -> int:
@@ -89,11 +96,17 @@ class KvMemory:
         missing = pages_for(tokens) - len(kv.pages)
         if missing > self.available:
             return False
-        for _ in range(missing):
-            page = self._free.pop() if self._free else self._forget_oldest()
-            self._holders[page] = 1
-            kv.pages.append(page)
+        taken = [self._free.pop() if self._free else self._forget_oldest() for _ in range(missing)]
+        kv.pages += taken
+        self._holders.update(taken)
+        if (last := max(taken, default=NO_PAGE)) > self._last_touched:
+            self._touch_up_to(last)
         return True
+
+    def _touch_up_to(self, page: int) -> None:
+        """Note that pages after this one are not written to."""
+        self._last_touched = page
+        self._reservation.resize((self.pages - page) * self._cpu_page_bytes)
 
     def slide(self, kv: SequenceKv, start: int) -> None:
         """Release the pages of a sequence that none of its rows from `start` on reads in any layer."""
@@ -206,12 +219,19 @@ class KvMemory:
             self._free.append(self._forget_oldest())
         self._free.sort(reverse=True)
         release_cached(self._device)
-        self.cache.release_from(max(self._holders, default=NO_PAGE) + 1)
+        last = max(self._holders, default=NO_PAGE)
+        self.cache.release_from(last + 1)
+        self._touch_up_to(last)
 
 
 def pages_for(tokens: int) -> int:
     """The number of pages of `tokens` tokens."""
     return -(-tokens // PAGE)
+
+
+def _unreserved_bytes(device: torch.device, model: str) -> int:
+    """The free memory of a device that is not reserved for another model."""
+    return max(0, free_bytes(device) - (reserved_for_others(model) if device.type == "cpu" else 0))
 
 
 @torch.inference_mode()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections.abc
-from collections import deque
 from collections.abc import Container, Hashable
 from dataclasses import dataclass
 
 from deployments.engine.capture_budget import CaptureBudget
 from deployments.engine.kv_memory import KvMemory, pages_for
 from deployments.engine.sequence import Sequence
+from deployments.engine.waiting import Lane, WaitingQueue
 from deployments.model.kv_cache import PAGE
 
 MIN_PROMPT_TOKENS = 32  # of a forward pass: without memory for these, a request cannot be served
@@ -67,7 +67,7 @@ class Scheduler:
             capture_budget: The budget for recorded rows.
             packs: Whether sequences share a forward pass.
         """
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self._back: dict[Sequence, None] = {}  # waiting sequences that were preempted
         self.preempted = 0
@@ -178,11 +178,10 @@ class Scheduler:
         reserved = self._capture_budget.reserved(self.running)
         self._blocked = []
         lookups = 0
-        turn = True  # sequences that hold rows until their end do not overtake each other
-        for seq in self.waiting:
-            reserve = seq.recording.reserve if seq.recording else 0
-            if (reserve and not turn) or not self._capture_budget.admits(seq, reserved):
-                turn = turn and not reserve
+        closed = set[Lane]()  # no later sequence of a lane overtakes one that finds too little capture memory
+        for seq in self.waiting.in_order(closed):
+            if not self._capture_budget.admits(seq, reserved):
+                closed.add(Lane.of(seq))
                 continue
             count = len(self.running) + len(fitting)
             if count >= self.max_sequences:
@@ -200,7 +199,7 @@ class Scheduler:
                 continue
             promised += pages
             fitting.append(seq)
-            reserved += reserve
+            reserved += seq.recording.reserve if seq.recording else 0
         return fitting
 
     def _most_pages(self, seq: Sequence) -> int:

@@ -33,6 +33,7 @@ class Sequence:
         fed: The number of tokens whose keys and values are computed.
         cached: The number of prompt tokens that an earlier sequence had computed.
         turn: The engine's step in which it last ran.
+        place: Its place among the waiting sequences.
         overtaken: The number of later sequences admitted while it waited for pages.
         no_memory_at: Its length when it last ran out of memory alone.
         stalled: It is paused until its recorded rows are written or its grammar is compiled.
@@ -55,6 +56,7 @@ class Sequence:
     fed: int = 0
     cached: int = 0
     turn: int = 0
+    place: int = 0
     overtaken: int = 0
     no_memory_at: int = -1
     stalled: bool = False

@@ -24,6 +24,7 @@ from deployments.points.names import dtype_name
 from deployments.points.token_choices import Tokens, resolve
 
 logger = logging.getLogger("ray.serve")
+STORED_BEFORE = "another replica stored this run and ended before it answered: the tokens of its rows may differ"
 RENEW_S = 120.0  # between two renewals of a run in the store; far less than the store's timeout
 
 
@@ -67,7 +68,7 @@ class OpenRun:
     """
 
     def __init__(self, runs: RunSender, job: Job, request: Request, index: int, offsets: TextOffsets) -> None:
-        self.id = job.run_ids[index] if job.run_ids else f"run-{request.id}"
+        self.id = job.run_id(index)
         self.job = job
         self.number = index % job.n
         self.asked = [job.prompts[index // job.n]] if job.messages is None else job.messages
@@ -83,6 +84,8 @@ class OpenRun:
         self._renewing: asyncio.TimerHandle | None = None
         self._parts = 0
         self._failed = job.unstorable if request.capture.destination != "inline" else None
+        if self.id in job.stored_runs:
+            self._failed = STORED_BEFORE
 
     def add(self, captured: Captured, done: Callable[[], None]) -> None:
         """Take rows that the engine releases before the request's end.

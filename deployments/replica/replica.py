@@ -313,7 +313,7 @@ class ModelReplica:
             RequestError: The job cannot be served.
         """
         self._loop = asyncio.get_running_loop()
-        wanted, room = max(1, len(job.prompts)) * job.n, self._options.max_running + self._options.max_queued
+        wanted, room = job.choices, self._options.max_running + self._options.max_queued
         if wanted > room:
             raise RequestError(f"{wanted} choices, but a replica holds at most {room} sequences: request fewer", "n")
         if len(self._delivery) + self._preparing + wanted > room:

@@ -169,6 +169,20 @@ class Backend:
             self._fences.popitem(last=False)
         return replace(job, fence=fence)
 
+    async def restarted(self, job: Job) -> Job:
+        """A job for another replica after one that may have begun it ended: the store drops its unfinished runs.
+
+        Runs that are stored already stay, and are not stored again. If the store does not answer, no run is stored.
+        """
+        if not job.may_store:
+            return job
+        names = [job.run_id(index) for index in range(job.choices)]
+        try:
+            runs: set[str] = await stored(self._store.restart.remote(job.session_id, names))
+        except (ApiError, StoreError, *UNAVAILABLE) as error:
+            return replace(job, unstorable=str(getattr(error, "cause", None) or error))
+        return replace(job, stored_runs=frozenset(runs))
+
     async def data(self, account: Account, choice: Choice, tag: str | None = None) -> Download:
         """Stored runs as a file.
 

@@ -36,6 +36,8 @@ AGAIN_S = 1.0  # before another replica gets a request that a replica with an en
 
 DEPLOYMENT = "ModelReplica"
 
+Restart = Callable[[Job], Awaitable[Job]]  # prepares a job for another replica after one that may have begun it ended
+
 # Errors of a call whose replica ends: Ray's, and gRPC's UNAVAILABLE, because messages travel by gRPC.
 REPLICA_ENDED = (ray.exceptions.RayActorError, grpc.aio.AioRpcError)
 
@@ -117,28 +119,28 @@ class ServedModel:
         self.message = deployment.message if deployment else app.message if app else ""
         self._seen = max(self._seen, asked)
 
-    async def complete(self, job: Job) -> list[Message]:
+    async def complete(self, job: Job, restarted: Restart) -> list[Message]:
         """Run a job to its end."""
         sent = time.monotonic()
         async with self._patience():
-            messages = await _asked(job, lambda: self._handle.complete.remote(job))
+            messages = await _asked(job, self._handle.complete.remote, restarted)
         self._seen = max(self._seen, sent)
         return messages
 
-    async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
+    async def stream(self, job: Job, restarted: Restart) -> AsyncGenerator[list[Message]]:
         """Run a job and pass its messages on; the job is cancelled when the caller stops listening."""
         sent = time.monotonic()
         handle = self._handle.options(stream=True)
         answers: DeploymentResponseGenerator[Any] | None = None
 
-        async def begin() -> list[Message]:
+        async def begin(job: Job) -> list[Message]:
             nonlocal answers
             answers = cast("DeploymentResponseGenerator[Any]", handle.stream.remote(job))
             return await anext(answers)
 
         try:
             async with self._patience():
-                first = await _asked(job, begin)
+                first = await _asked(job, begin, restarted)
             assert answers is not None
             self._seen = max(self._seen, sent)
             yield first
@@ -243,35 +245,35 @@ def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:
     return answer
 
 
-async def _asked(job: Job, ask: Callable[[], Awaitable[list[Message]]]) -> list[Message]:
+async def _asked(job: Job, ask: Callable[[Job], Awaitable[list[Message]]], restarted: Restart) -> list[Message]:
     """The first messages of a replica; if it ends before it sends any, those of another replica.
 
-    A request that stores its runs is not retried once a replica may have started it, because its runs may already be
-    stored. A request that no replica has started is retried as long as a replica without an engine may exist.
+    A request that a replica may have started is retried once. One that no replica has started is retried as long as a
+    replica without an engine may exist.
 
     Raises:
         RayActorError: The second replica has ended, too.
         AioRpcError: The same, or the answer could not be sent.
     """
-    left = 0 if job.may_store else 1  # retries once a replica may have started it
+    begun = False  # whether a replica that has ended may have started it
     refused = 0
     while True:
         try:
-            first = await ask()
+            first = await ask(await restarted(job) if begun else job)
         except REPLICA_ENDED as error:
             lost = isinstance(error, ray.exceptions.RayActorError) or error.code() is grpc.StatusCode.UNAVAILABLE
-            if not left or not lost:
+            if begun or not lost:
                 raise
             logger.warning("a replica ended before it answered request %s; another replica gets it: %s", job.id, error)
-            left -= 1
+            begun = True
             continue
         refusals = {said.message for said in first if isinstance(said, Refusal)}
         if NOT_TAKEN in refusals:
             if refused == MOST_REFUSED:
                 return first
             refused += 1
-        elif ENGINE_ENDED in refusals and left:
-            left -= 1
+        elif ENGINE_ENDED in refusals and not begun:
+            begun = True
         else:
             return first
         await asyncio.sleep(AGAIN_S)  # that replica receives requests until its process has ended

@@ -135,9 +135,9 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
     answer = Answer(kind, job.id, body.model, prompts * body.sequences, body.sequences, body.choices)
     headers = {PROFILE: job.profile} if job.profile else {}
     if not body.stream:
-        return JSONResponse(answer.whole(await model.complete(job)), headers=headers)
+        return JSONResponse(answer.whole(await model.complete(job, backend.restarted)), headers=headers)
     usage = body.stream_options is not None and body.stream_options.include_usage
-    gathered = model.stream(job)
+    gathered = model.stream(job, backend.restarted)
     try:
         first = await anext(gathered)  # a refusal can still set the HTTP status
         answer.refuse(first)

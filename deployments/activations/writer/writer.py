@@ -132,6 +132,10 @@ class Writer:
         """Queue the end of a run that is not finished, known or not; answered when nothing of it is left."""
         return self._put(partial(self._abandon, RunName(session_id, run_id)))
 
+    def restart(self, session_id: str, run_ids: Sequence[str]) -> Future[set[str]]:
+        """Queue: these runs, if not finished, are sent from the start again; answered with those that are stored."""
+        return self._put(partial(self._restart, [RunName(session_id, run_id) for run_id in run_ids]), behind=True)
+
     def renew(self, session_id: str, run_id: str) -> Future[None]:
         """Queue: a run that is not finished goes on, though nothing of it may come for longer than the lease."""
         return self._put(partial(self._runs.renew, RunName(session_id, run_id)))
@@ -311,6 +315,11 @@ class Writer:
         if segment and not segment.rows and segment in self._commits.segments:
             self._commits.drain()  # a file that no run is in goes once nothing of it is being synced
         self._pool.settle(self._commits.segments)
+
+    def _restart(self, names: Sequence[RunName]) -> set[str]:
+        for name in names:
+            self._abandon(name)
+        return {name.run_id for name in names if not self._runs.readmit(name)}
 
     def _delete(
         self, session_id: str, account: Account, unless: Callable[[Set[str]], bool] | None

@@ -94,7 +94,7 @@ def test_a_broken_invariant_of_the_engines_own_state_ends_it(tiny, prompt):
     engine = Engine(tiny("qwen3"))
     engine.submit(Request("a", prompt(4), 4))
     engine._receive_all([])
-    engine._scheduler.waiting[0].kv.pages.append(0)  # a page that nobody gave it
+    next(iter(engine._scheduler.waiting)).kv.pages.append(0)  # a page that nobody gave it
     with pytest.raises(AssertionError):
         engine.step()
 

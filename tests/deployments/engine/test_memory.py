@@ -11,6 +11,7 @@ from deployments.engine.decoding.sampling import choose
 from deployments.engine.device_memory import left_in_container
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request
+from deployments.model.kv_cache import PAGE, SequenceKv
 from deployments.model.model import Model
 
 
@@ -51,6 +52,20 @@ def test_a_prompts_next_piece_takes_no_memory_that_a_neighbours_next_token_would
         events += engine.step()
         assert engine.statistics.kv_bytes <= two_pages
     assert [done[request.id].tokens for request in requests] == alone
+
+
+def test_pages_that_another_model_has_reserved_and_not_written_to_are_not_free(tiny):
+    def reserved(name: str) -> kv_memory.KvMemory:
+        return kv_memory.KvMemory(tiny(name), 10**7, kv_fraction=0.25)  # nothing else limits it
+
+    first = reserved("qwen3")
+    assert reserved("qwen3").budget_bytes > 0.9 * first.budget_bytes  # another replica, whose share is its own
+    beside = reserved("llama").budget_bytes
+    assert beside < 0.85 * first.budget_bytes  # a fourth of the other three
+    assert first.grow(SequenceKv(), first.pages * PAGE)  # from now on the system counts them
+    assert reserved("llama").budget_bytes > 1.1 * beside
+    del first
+    assert reserved("llama").budget_bytes > 1.1 * beside
 
 
 def test_two_requests_of_one_id_are_refused_before_any_runs(tiny):

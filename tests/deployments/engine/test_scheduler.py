@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deployments.engine.capture_budget import CaptureBudget
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Delta, Finished, Request, Rows
 from deployments.engine.scheduler import MOST_OVERTAKING
+from deployments.engine.sequence import Sequence
 from deployments.model.kv_cache import PAGE, SequenceKv
 from deployments.model.model import Model
 
@@ -191,6 +193,40 @@ def test_a_request_that_lost_its_pages_stops_none_that_fits(build, byte_tokenize
     engine.submit(Request("other", prompt(PAGE), 8, ignore_eos=True))
     engine.step()
     assert [seq.request.id for seq in engine._scheduler.running] == ["holds", "other"]
+
+
+def test_while_capture_memory_is_full_a_step_looks_at_few_that_wait_and_each_keeps_its_place(
+    tiny, prompt, capturing, drain, endings, monkeypatch
+):
+    model, points, queued = tiny("qwen3"), ["layers.0.output"], 400
+    first = capturing(model, "first", prompt(40), 1, points=points, tokens="prompt")
+    size = Engine(model).generate([first])[0].captured.bytes
+    engine = Engine(model, max_running=1, capture_bytes=3 * size // 2)
+    engine.submit(first)
+    drain(engine)  # its rows are not written: no other request that records may start
+    for i in range(0, queued, 2):
+        engine.submit(capturing(model, str(i), prompt(3, i), 1, points=points, tokens="all"))
+        engine.submit(capturing(model, str(i + 1), prompt(3, i), 1, points=points, tokens={"last": 1}))
+    for i in range(2):
+        engine.submit(Request(f"plain {i}", prompt(3, i), 1))
+    looked, admits = list[str](), CaptureBudget.admits
+
+    def looking(budget: CaptureBudget, seq: Sequence, reserved: int) -> bool:
+        looked.append(seq.request.id)
+        return admits(budget, seq, reserved)
+
+    monkeypatch.setattr(CaptureBudget, "admits", looking)
+    assert [endings(engine.step()).keys() for _ in range(2)] == [{"plain 0"}, {"plain 1"}]
+    assert len(looked) <= 2 * 4
+    engine.written("first", size)
+    engine.submit(Request("late", prompt(4), 1))
+    ended = []
+    while len(ended) < queued + 1:
+        for done in endings(engine.step()).values():
+            ended.append(done.id)
+            if done.captured:
+                engine.written(done.id, done.captured.bytes)
+    assert ended == [*map(str, range(queued)), "late"]
 
 
 def test_bytes_that_are_not_written_yet_are_counted_whoever_they_are_of(tiny, prompt, capturing):

@@ -237,6 +237,25 @@ def test_a_run_whose_client_goes_leaves_nothing_in_the_store_and_frees_its_memor
     assert [facts.run_id for facts in runs(tmp_path / "s")] == [last.run.run_id]
 
 
+def test_a_run_that_an_ended_replica_has_stored_is_not_stored_again(tmp_path):
+    """Of two choices, one is stored before the replica ends; another replica answers both."""
+    store, job = SlowStore(tmp_path), replace(a_job(), n=2)
+    with serving(store) as replica:
+        asyncio.run(replica.complete(replace(job, n=1)))  # the first choice
+    before = load(tmp_path / "s", "run-job-0")
+    stored = store.writer.restart("s", [job.run_id(index) for index in range(job.choices)]).result()
+    with serving(store) as replica:
+        messages = asyncio.run(replica.complete(replace(job, stored_runs=frozenset(stored))))
+    ends = sorted((message for message in messages if isinstance(message, End)), key=lambda end: end.index)
+    assert [end.run.run_id for end in ends] == ["run-job-0", "run-job-1"]
+    assert [end.run.status for end in ends] == ["failed", "stored"]
+    assert "another replica stored this run" in ends[0].run.reason
+    store.writer.close()
+    assert [facts.run_id for facts in runs(tmp_path / "s")] == ["run-job-0", "run-job-1"]
+    assert load(tmp_path / "s", "run-job-0")["norm.output"].equal(before["norm.output"])
+    assert [run["run_id"] for run in Catalogue.copied(tmp_path).runs()] == ["run-job-0", "run-job-1"]
+
+
 def test_more_last_rows_than_can_be_held_until_the_end_are_refused(tmp_path):
     with serving(SlowStore(tmp_path), capture_memory_bytes=SHARE) as replica:
         (refused,) = asyncio.run(replica.complete(a_job(max_tokens=300, tokens={"last": 250})))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ ENDED = [Refusal(ENGINE_ENDED, None, "unavailable", 503)]
 REFUSED = [Refusal(NOT_TAKEN, None, "unavailable", 503)]
 PLAIN = Job("a", prompts=["b"])
 RECORDING = Job("a", prompts=["b"], capture=Capture())
+STORED = frozenset({RECORDING.run_id(0)})
 
 
 def rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
@@ -38,26 +40,32 @@ LOST, TOO_LARGE = rpc_error(grpc.StatusCode.UNAVAILABLE), rpc_error(grpc.StatusC
         (PLAIN, [LOST, LOST, ANSWER], LOST, 2),
         (PLAIN, [TOO_LARGE, ANSWER], TOO_LARGE, 1),
         (RECORDING, [REFUSED, ANSWER], ANSWER, 2),
-        (RECORDING, [ENDED, ANSWER], ENDED, 1),
-        (RECORDING, [LOST, ANSWER], LOST, 1),
+        (RECORDING, [ENDED, ANSWER], ANSWER, 2),
+        (RECORDING, [LOST, ANSWER], ANSWER, 2),
+        (RECORDING, [LOST, REFUSED, ANSWER], ANSWER, 3),
+        (RECORDING, [REFUSED, LOST, LOST, ANSWER], LOST, 3),
     ],
 )
 def test_a_request_is_asked_again_once_where_a_replica_may_have_begun_it(
     job: Job, said: list[Any], want: Any, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_model, "AGAIN_S", 0.0)
-    answers, count = iter(said), 0
+    answers, asked_with = iter(said), list[Job]()
 
-    async def ask() -> Any:
-        nonlocal count
-        count += 1
+    async def ask(job: Job) -> Any:
+        asked_with.append(job)
         if isinstance(answer := next(answers), Exception):
             raise answer
         return answer
 
+    async def restarted(job: Job) -> Job:
+        return replace(job, stored_runs=STORED)
+
     if isinstance(want, Exception):
         with pytest.raises(grpc.aio.AioRpcError):
-            asyncio.run(served_model._asked(job, ask))
+            asyncio.run(served_model._asked(job, ask, restarted))
     else:
-        assert asyncio.run(served_model._asked(job, ask)) == want
-    assert count == asked
+        assert asyncio.run(served_model._asked(job, ask, restarted)) == want
+    first_end = next((i for i, answer in enumerate(said) if answer is not REFUSED), 0)
+    knowing = [job.stored_runs == STORED for job in asked_with]
+    assert knowing == [i > first_end for i in range(asked)]  # each replica after one that may have begun it

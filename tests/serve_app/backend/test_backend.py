@@ -17,6 +17,7 @@ import pytest
 import ray
 from ray import serve
 
+from deployments.activations import runs
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import OPERATOR, Account
@@ -28,6 +29,7 @@ from serve_app.backend import backend, model_registry, served_model, waiting
 from serve_app.backend.backend import Backend
 from serve_app.backend.served_model import GRACE_S, ServedModel
 from serve_app.http.errors import ApiError
+from vitrine.runs.rows import of_streams
 
 BODY = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 2}
 
@@ -72,12 +74,15 @@ def test_a_killed_replica_means_503_until_another_serves(served, until_it_serves
 
 
 def test_a_request_that_no_replica_takes_ends_at_the_servers_limit(served):
+    async def unchanged(job: Job) -> Job:
+        return job
+
     async def ask():
         model = ServedModel("gone", "no.such.application", limit_s=0.5 - GRACE_S)
         with pytest.raises(ApiError) as whole:
-            await model.complete(Job("whole"))
+            await model.complete(Job("whole"), unchanged)
         with pytest.raises(ApiError) as streamed:
-            await anext(model.stream(Job("streamed")))
+            await anext(model.stream(Job("streamed"), unchanged))
         return {(failed.value.status, failed.value.code) for failed in (whole, streamed)}
 
     assert asyncio.run(ask()) == {(504, "unavailable")}
@@ -176,7 +181,7 @@ def test_what_a_dying_replica_had_not_begun_to_answer_another_one_does(served, u
         lines = stream.iter_lines()
         next(lines)
         whole = [pool.submit(httpx.post, url, json=endless, timeout=120) for _ in range(2)]
-        records = endless | {"store_activations": True, "capture": {"points": ["norm.output"]}}
+        records = endless | {"session_id": "begun-twice", "capture": {"points": ["norm.output"]}}
         whole += [pool.submit(httpx.post, url, json=records, timeout=120) for _ in range(2)]
         while replica.statistics.remote().result()["running"] < 5:
             pass
@@ -184,11 +189,15 @@ def test_what_a_dying_replica_had_not_begun_to_answer_another_one_does(served, u
         events = [line.removeprefix("data: ") for line in lines if line]
         answers = [future.result() for future in whole]
     assert json.loads(events[-1])["error"]["code"] == "unavailable"
-    for answer in answers[:2]:
+    for answer in answers:
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 1500
-    for answer in answers[2:]:  # what they recorded may be stored already
-        assert answer.status_code == 503, answer.text
-        assert answer.headers["retry-after"]
-        assert answer.json()["error"]["code"] == "unavailable"
+    reports = [answer.json()["activations_meta"]["runs"][0] for answer in answers[2:]]
+    assert [report["status"] for report in reports] == ["stored", "stored"]
+    names = sorted(report["run_id"] for report in reports)
+    session = httpx.get(f"{served.base_url}/activations/session/begun-twice", timeout=60).json()
+    assert sorted(run["run_id"] for run in session["runs"]) == names
+    data = httpx.get(f"{served.base_url}/activations/session/begun-twice/data", timeout=60).content
+    assert sorted(run.run_id for run in of_streams(data)) == names
+    assert sorted(run.run_id for run in runs(served.home / "activations" / "begun-twice")) == names
     until_it_serves()
