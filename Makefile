@@ -65,6 +65,7 @@ bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading ben
 bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight, requests beside each other, readouts
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.company
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.waiting
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.readouts
 
 bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transformers, and speed
@@ -89,7 +90,7 @@ bench-writing: $(VENV)/.ready-dev  ## the activation store's writer compared wit
 bench-evaluating: $(VENV)/.ready-dev  ## the evaluator beside the load generator
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.evaluating
 
-bench-collecting: $(VENV)/.ready-dev  ## collecting activations compared with a script with transformers
+bench-collecting: $(VENV)/.ready-dev  ## ways to collect activations compared with a script and the engine alone
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.activations.collecting
 
 bench-experiments: $(VENV)/.ready-dev  ## patch grids and sweeps by the client compared with the engine

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import servers, settings
-from benchmarks.common.children import ROOT
-from benchmarks.common.findings import Findings
-from benchmarks.common.load import Job
+from benchmarks.common import servers
+from benchmarks.common.children import output
+from benchmarks.common.findings import Findings, parser_of
 from benchmarks.common.measuring import Ratio, Run, Way
 from benchmarks.common.served import exchanged
 from benchmarks.common.servers import Server
@@ -40,37 +38,16 @@ LOAD_CAPTURED, EVALUATOR_CAPTURED = "load generator, activations stored", "evalu
 RATIOS = [Ratio(EVALUATOR, LOAD), Ratio(EVALUATOR_CAPTURED, LOAD_CAPTURED)]
 
 
-def evaluate(server: Server, options: argparse.Namespace, directory: Path, captured: bool) -> Path:
-    """Run the evaluator once.
-
-    Args:
-        server: Which it asks.
-        options: The benchmark's.
-        directory: Where its results go, below a name of their own.
-        captured: Whether it collects activations.
-
-    Returns:
-        Its results directory.
-
-    Raises:
-        RuntimeError: It did not end well.
-    """
-    results = directory / uuid.uuid4().hex
-    command = [sys.executable, "-m", "evals.gsm8k", f"--base-url={server.root}/v1", f"--results-dir={results}"]
-    command += ["--dataset=demo", f"--samples={options.problems}", "--mode=no-tools", f"--parallel={options.requests}"]
-    command += [f"--max-tokens={options.new_tokens}", "--temperature=0"]
-    command += ["--collect-activations"] if captured else []
-    done = subprocess.run(command, cwd=ROOT, env=dict(server.env), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the evaluator ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return results
-
-
 def evaluator(name: str, server: Server, options: argparse.Namespace, directory: Path, captured: bool) -> Way:
-    """A way of generating through the evaluator, by its own account of its speed."""
+    """A way of generating through the evaluator, by its own account of its speed; its results go to `directory`."""
 
     def run() -> Run:
-        results = evaluate(server, options, directory, captured)
+        results = directory / uuid.uuid4().hex
+        command = [sys.executable, "-m", "evals.gsm8k", f"--base-url={server.root}/v1", f"--results-dir={results}"]
+        command += ["--dataset=demo", f"--samples={options.problems}", f"--parallel={options.requests}"]
+        command += ["--mode=no-tools", f"--max-tokens={options.new_tokens}", "--temperature=0"]
+        command += ["--collect-activations"] if captured else []
+        output(command, {**server.env, "OPENAI_API_KEY": next(server.keys)})
         (mode,) = json.loads((results / "summary.json").read_text())["modes"].values()
         records = [json.loads(path.read_text()) for path in sorted((results / "samples").glob("*.json"))]
         return Run([record["completion"] for record in records], mode["completion_tokens"], mode["wall_s"])
@@ -83,8 +60,7 @@ def load(name: str, server: Server, options: argparse.Namespace, captured: bool)
 
     def run() -> Run:
         ids, bodies = asked(server.model, options, captured)
-        job = Job(f"{server.root}/v1/chat/completions", bodies, options.requests)
-        exchanges = exchanged(job)
+        exchanges = exchanged(server, "chat/completions", bodies, options.requests)
         answers = [json.loads(exchange.body.encode("latin-1")) for exchange in exchanges]
         texts = {id: answer["choices"][0]["message"]["content"] for id, answer in zip(ids, answers, strict=True)}
         tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
@@ -110,12 +86,13 @@ def asked(model: str, options: argparse.Namespace, captured: bool) -> tuple[list
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
-    parser = settings.parser(__doc__, "benchmark-evaluating")
+    parser = parser_of(__doc__, "benchmark-evaluating")
+    parser.add_argument("--requests", type=int, default=32, help="how many at once")
+    parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--problems", type=int, default=200, help="of those that ship, in each turn")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="a model's directory, if not the one that ships")
-    parser.set_defaults(new_tokens=256)
     options = parser.parse_args(arguments)
     findings, title = Findings(options), f"{DEMO if options.weights == WEIGHTS else options.weights.name}, float32"
     served = servers.vitrine(options.weights, options=["dtype=float32"])
@@ -127,13 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
             load(LOAD_CAPTURED, server, options, captured=True),
             evaluator(EVALUATOR_CAPTURED, server, options, directory, captured=True),
         ]
-        ratios = findings.compare(title, "ways", ways, RATIOS, LOAD, options.rounds)
-    low = [
-        f"{name} is {spread.median:.3f}, below {MIN_RATIO}"
-        for name, spread in ratios.items()
-        if spread.median < MIN_RATIO
-    ]
-    findings.failed += low
+        findings.compare(title, "ways", ways, RATIOS, LOAD, options.rounds)
+    findings.require(title, "ways", RATIOS, MIN_RATIO)
     return findings.close()
 
 

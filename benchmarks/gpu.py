@@ -165,7 +165,7 @@ def same_rows(case: Case) -> dict[str, Any]:
 
 
 def parity(case: Case) -> dict[str, Any]:
-    """All that must agree with transformers."""
+    """How far greedy tokens, recorded rows and steering differ from transformers', and whether that is too far."""
     rows = min(PARITY_ROWS, len(case.prompts))
     plain = case.generate(rows, logits=True)
     greedy = same_tokens(case, case.scored(case.requests(rows, logprobs=TOP)), plain)
@@ -241,7 +241,7 @@ def speeds(case: Case, rows: int, step_seconds: float) -> dict[str, Any]:
 
 
 def measure(size: str, device: str, batches: list[int], new_tokens: int, copied: float) -> dict[str, Any]:
-    """One model's parity and speeds."""
+    """One model's parity, and its tokens per second and peak bytes for each number of rows."""
     case = Case.build(size, device, max(batches), new_tokens)
     # A step looks up a few rows of the input embedding, and reads all other weights once.
     skipped = case.hf.get_input_embeddings().weight
@@ -255,7 +255,7 @@ def measure(size: str, device: str, batches: list[int], new_tokens: int, copied:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check, measure, keep."""
+    """Check, measure, and write the findings; gives the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = ("tiny", "qwen3-0.6b", "qwen3-8b")
     parser.add_argument("--size", choices=shapes, action="append", help="again for more than one; both Qwen3 shapes")

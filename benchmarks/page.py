@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import os
 import shutil
 import sys
 import threading
@@ -27,7 +26,6 @@ from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,7 +34,7 @@ from playwright.sync_api import Browser, Page, Request, Route, sync_playwright
 
 import vitrine
 from benchmarks.common import report
-from benchmarks.common.findings import Findings
+from benchmarks.common.findings import Findings, parser_of
 from deployments.interrupts import terminate_as_interrupt
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
@@ -114,7 +112,7 @@ def remembered(url: str) -> Iterator[str]:
 
 
 def opened(browser: Browser, url: str, tokens: int, layers: int) -> Page:
-    """The lens grid of a text of so many tokens, for a model of so many layers."""
+    """Open the lens grid of a text of so many tokens, for a model of so many layers."""
 
     def cell(position: int, layer: int) -> dict[str, Any]:
         top = [
@@ -149,7 +147,7 @@ def opened(browser: Browser, url: str, tokens: int, layers: int) -> Page:
 
 
 def scrolled(browser: Browser, page: Page, speed: int, seconds: float, most: float | None) -> dict[str, float]:
-    """How many frames a second the grid scrolls at, by a trace; `most` are the pixels up to which it goes."""
+    """Scroll, `speed` pixels a frame and up to `most` pixels; gives a trace's frames, their rate and their gaps."""
     asked: list[str] = []
 
     def note(request: Request) -> None:
@@ -174,7 +172,7 @@ def scrolled(browser: Browser, page: Page, speed: int, seconds: float, most: flo
 
 
 def measure(browser: Browser, url: str, options: argparse.Namespace, findings: Findings) -> None:
-    """Measure, show and keep what is asked for."""
+    """Measure the milliseconds of views and the frames of scrolling."""
     with remembered(url) as bare:
         first_views(browser, bare)
         rounds = [first_views(browser, url) + first_views(browser, bare) for _ in range(options.rounds)]
@@ -201,16 +199,13 @@ def _show(findings: Findings, title: str, found: dict[str, float]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "benchmark-page", rounds=11)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--speed", type=int, default=40, help="pixels a frame; a token is 78 wide")
     parser.add_argument("--seconds", type=float, default=20, help="of each scroll, there and back in a short text")
-    parser.add_argument("--rounds", type=int, default=11, help="of the first view")
-    parser.add_argument("--results", type=Path, default=Path("results") / "benchmark-page", help="without a suffix")
-    parser.set_defaults(threads=os.cpu_count())
     options = parser.parse_args(arguments)
     binary = next(filter(None, map(shutil.which, BROWSERS)), None)
     if binary is None:

@@ -2,8 +2,8 @@
 
 Each run has three tags, one token and one small point. The files are written as the store writes them. It measures
 
-  queries                    each kind 20 times: the median and the slowest; also of one session that has all the runs,
-                             each in a file of its own
+  queries                    each kind `--rounds` times: the median and the slowest; also of one session that has all
+                             the runs, each in a file of its own
   a commit                   what the catalogue adds to storing a run, by how many runs are committed together
   a start                    with the database that is kept, and from the files alone
   a run's place              loading the last of 10,000 runs of a file, with and without the byte where it begins
@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from benchmarks.common import report
-from benchmarks.common.findings import Findings
+from benchmarks.common.findings import Findings, parser_of
 from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
@@ -38,14 +38,13 @@ from deployments.activations.writer.writer import Writer
 from deployments.interrupts import terminate_as_interrupt
 
 LIMIT = 0.05  # seconds
-TIMES = 20
 MODELS = ("org/model", "org/rare")  # a thousandth of the runs is the second's
 CREATED = 1_700_000_000.0  # of the first run; each is a second after the one before
 POINT = "layers.0.output"
 
 
 class Noting(Catalogue):
-    """Keeps the entries that it receives."""
+    """A catalogue that keeps what it is told of stored runs, and no database."""
 
     def __init__(self) -> None:
         """Nothing yet."""
@@ -53,13 +52,13 @@ class Noting(Catalogue):
         self.commits: list[FileUpdate] = []
 
     def add(self, *added: FileUpdate) -> int:
-        """Record commits."""
+        """Keep what is told of files that have runs."""
         self.commits += [note for note in added if note.entries]
         return 0
 
 
 def run(number: int, session_id: str) -> RunFacts:
-    """What one of the runs is."""
+    """The facts of one of the runs, in a session."""
     mixed = number + number // 1000  # so that those of a session differ
     tags = {"study": "all", "condition": "ab"[mixed % 2], "problem": str(mixed % 1000)}
     return RunFacts(
@@ -108,14 +107,14 @@ def _write(writer: Writer, runs: int, sessions: int) -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long something takes."""
+    """Seconds that something takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def queries(runs: int) -> dict[str, tuple[str, Filter, int]]:
-    """Which list, of what, and how long a page, by a name."""
+    """Name of a query -> `runs` or `sessions`, what is asked for, and the length of a page."""
     end = CREATED + runs
     rare, common, half = (("problem", "17"),), (("study", "all"),), (("condition", "a"),)
     filters = {
@@ -138,8 +137,8 @@ def queries(runs: int) -> dict[str, tuple[str, Filter, int]]:
     return found
 
 
-def ask(catalogue: Catalogue, runs: int) -> dict[str, list[float]]:
-    """Seconds of each kind of query, each time."""
+def ask(catalogue: Catalogue, runs: int, times: int) -> dict[str, list[float]]:
+    """Name of a query -> [times] seconds."""
     middle, last = (catalogue.runs(Filter(since=CREATED + at), 1)[0]["run_id"] for at in (runs // 2, runs - 101))
     asked: dict[str, Callable[[], object]] = {}
     for name, (kind, filter, limit) in queries(runs).items():
@@ -155,11 +154,11 @@ def ask(catalogue: Catalogue, runs: int) -> dict[str, list[float]]:
         "a run by its id": lambda: catalogue.find(middle),
         "whether a session has a run": lambda: catalogue.holds("session-00017", middle),
     }
-    return {name: [seconds(query) for _ in range(TIMES)] for name, query in asked.items()}
+    return {name: [seconds(query) for _ in range(times)] for name, query in asked.items()}
 
 
-def one_session(folder: Path, commits: list[FileUpdate]) -> dict[str, list[float]]:
-    """Seconds of lists of one session that has all of the runs, each in a file of its own."""
+def one_session(folder: Path, commits: list[FileUpdate], times: int) -> dict[str, list[float]]:
+    """Name of a query -> [times] seconds, of one session that has all runs, each in a file of its own."""
     folder.mkdir()
     catalogue, session_id = Catalogue.rebuild(folder), "all"
     notes = list[FileUpdate]()
@@ -175,7 +174,7 @@ def one_session(folder: Path, commits: list[FileUpdate]) -> dict[str, list[float
         "the same from the middle": lambda: catalogue.session(session_id, 100, middle),
         "sessions, of which one has as many files": lambda: catalogue.sessions(),
     }
-    found = {name: [seconds(query) for _ in range(TIMES)] for name, query in asked.items()}
+    found = {name: [seconds(query) for _ in range(times)] for name, query in asked.items()}
     catalogue.close()
     shutil.rmtree(folder)
     return found
@@ -195,23 +194,23 @@ def commit(folder: Path, commits: list[FileUpdate], at_once: int) -> float:
     return spent / count
 
 
-def places(folder: Path, runs: int) -> dict[str, float]:
-    """Median seconds of loading the last of a file's runs."""
+def places(folder: Path, runs: int, times: int) -> dict[str, float]:
+    """Median seconds of loading the last of a file's runs, with the byte where it begins and without."""
     folder.mkdir()
     catalogue = Catalogue()
     store(folder, catalogue, runs, 1)
     [last] = catalogue.session("session-00000", after=run(runs - 2, "").run_id)["runs"]  # type: ignore[index]
     path, run_id, offset = last["points"][POINT]["uri"], last["run_id"], last["offset"]
     found = {
-        "from the file's start": median(seconds(lambda: load(path, run_id)) for _ in range(TIMES)),
-        "where it begins": median(seconds(lambda: load(path, run_id, offset=offset)) for _ in range(TIMES)),
+        "from the file's start": median(seconds(lambda: load(path, run_id)) for _ in range(times)),
+        "where it begins": median(seconds(lambda: load(path, run_id, offset=offset)) for _ in range(times)),
     }
     shutil.rmtree(folder)
     return found
 
 
 def measure(root: Path, options: argparse.Namespace, findings: Findings) -> None:
-    """All of it, below an empty directory."""
+    """Measure queries, commits, starts and loads, below an empty directory."""
     title, kept = f"{options.runs} runs in {options.sessions} sessions", root / "kept"
     kept.mkdir()
     noting = Noting()
@@ -225,7 +224,8 @@ def measure(root: Path, options: argparse.Namespace, findings: Findings) -> None
     starts["MB of the database"] = (kept / NAME).stat().st_size / 1e6
     _show(findings, title, "a start, in seconds", starts, 1)
     catalogue = Catalogue.rebuild(kept)
-    found = ask(catalogue, options.runs) | one_session(root / "one", noting.commits)
+    found = ask(catalogue, options.runs, options.rounds)
+    found |= one_session(root / "one", noting.commits, options.rounds)
     rows = [[name, f"{median(times) * 1e3:.2f}", f"{max(times) * 1e3:.2f}"] for name, times in found.items()]
     print(report.table("queries", ["ms", "median", "worst"], rows), flush=True)
     findings.add(title, "queries, in seconds", found)
@@ -236,7 +236,8 @@ def measure(root: Path, options: argparse.Namespace, findings: Findings) -> None
         f"{n} at once": commit(root / "commits", noting.commits[: options.sessions // 4], n) for n in (1, 10, 100)
     }
     _show(findings, title, "a commit, in microseconds a run", adding, 1e6)
-    _show(findings, title, "loading the last of 10,000 runs of a file, in ms", places(root / "places", 9999), 1e3)
+    found_last = places(root / "places", 9999, options.rounds)
+    _show(findings, title, "loading the last of 10,000 runs of a file, in ms", found_last, 1e3)
 
 
 def _show(findings: Findings, title: str, name: str, found: dict[str, float], scale: float) -> None:
@@ -245,15 +246,11 @@ def _show(findings: Findings, title: str, name: str, found: dict[str, float], sc
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "benchmark-catalogue", rounds=20)
     parser.add_argument("--runs", type=int, default=100_000)
     parser.add_argument("--sessions", type=int, default=1000)
-    parser.add_argument(
-        "--results", type=Path, default=Path("results") / "benchmark-catalogue", help="without a suffix"
-    )
-    parser.set_defaults(threads=os.cpu_count())
     options = parser.parse_args(arguments)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     findings = Findings(options)

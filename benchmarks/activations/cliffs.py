@@ -23,43 +23,26 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.stored import facts, rows
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME, sealed_files
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import write_snapshot
-from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.files.places import place_of
-from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
 
 MOST_IN_FLIGHT = 512  # runs on their way
 
 
-def batch(session: str, values: torch.Tensor) -> Any:
-    """The rows of a run."""
-    rows = range(len(values))
-    segment = SegmentFacts(session, "measured", None, "measured", {}, {"p": "p"})
-    return to_batch(
-        segment,
-        run_id="r",
-        sample_id=None,
-        positions=rows,
-        token_ids=rows,
-        prompt_tokens=len(rows),
-        points={"p": values},
-    )
-
-
-def send(writer: Writer, runs: int, session: Callable[[int], str], values: torch.Tensor, prefix: str = "r") -> float:
-    """Runs per second."""
+def send(writer: Writer, runs: int, session: Callable[[int], str], values: torch.Tensor) -> float:
+    """Store runs with these rows, each in the session of its number; gives durable runs per second."""
     names = {session(number) for number in range(runs)}
-    batches = {name: batch(name, values) for name in names}
+    batches = {name: rows(name, {"p": values}) for name in names}
     began, sent = time.perf_counter(), deque[Future[Any]]()
     for number in range(runs):
         name = session(number)
-        facts = RunFacts(f"{prefix}-{number}", name, "measured", 0.0, len(values), len(values))
-        sent.append(writer.submit(facts, [batches[name]]))
+        sent.append(writer.submit(facts(name, f"r-{number}", len(values)), [batches[name]]))
         if len(sent) == MOST_IN_FLIGHT:
             sent.popleft().result()
     for future in sent:
@@ -68,7 +51,7 @@ def send(writer: Writer, runs: int, session: Callable[[int], str], values: torch
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print runs per second and seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20_000)
     parser.add_argument("--sessions", type=int, default=2_000)
@@ -111,7 +94,7 @@ def main() -> None:
 
 
 def known(root: Path, runs: int, files: int) -> None:
-    """Make a store with many runs in its catalogue, and start it."""
+    """Make a store with many runs in its catalogue; print the seconds of starts from its disk and its manifest."""
     catalogue = Catalogue.rebuild(root)
     writer = Writer(root, catalogue, segment_bytes=1, open_segments=64)
     small = torch.zeros(1, 2)

@@ -1,74 +1,85 @@
-"""Collecting activations compared with a script for transformers: `python -m benchmarks.activations.collecting`.
+"""Ways to collect activations, of short and of long prompts: `python -m benchmarks.activations.collecting`.
 
-Both run `--prompts` through the model and record the output of every layer (the script not of the last one, which
-transformers gives normalized), of each prompt's last token and of all of its tokens. The script is the one that a
-careful user writes: batches of prompts sorted by length, `output_hidden_states=True`, the wanted rows saved with
-safetensors and made durable. Both are timed from the first prompt, model loaded, to the last durable row. Rates are of
-prompt tokens.
+  script    a careful user's, with transformers: batches of prompts sorted by length, `output_hidden_states=True`, the
+            wanted rows saved with safetensors and made durable
+  engine    the engine in this process, which runs the prompts and records nothing
+  collect   `deployments.collect --model`
+  served    `deployments.collect --base-url`, at this project's server
+  requests  one prompt a request to the same server, 32 in flight
 
-Before that, both record all tokens of some prompts in float32, and the rows are compared: in bfloat16 they differ with
-the batch's make-up. Ends with 1 where they differ by more than a thousandth of a row's length.
+They record the output of every layer (the script not of the last one, which transformers gives normalized): of the
+last token of the beginnings of questions, and of all tokens of whole questions. Nothing is generated. Rates are prompt
+tokens per second, from the first prompt to the last durable row; the model is loaded before.
+
+Ends with 1 if a stored row differs from the script's by more than a thousandth of its length, in bfloat16 a tenth.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
+import shutil
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import httpx
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common import questions
-from benchmarks.common.children import ROOT
-from benchmarks.common.findings import Findings
+from benchmarks.common import questions, servers, settings
+from benchmarks.common.children import output
+from benchmarks.common.findings import Findings, parser_of
 from benchmarks.common.measuring import Ratio, Run, Way
+from benchmarks.common.served import exchanged
+from benchmarks.common.servers import Server
+from benchmarks.ways import ours
+from benchmarks.ways.peers import Work
 from deployments.activations import load, runs
+from deployments.engine.engine import Engine
 from deployments.interrupts import terminate_as_interrupt
+from deployments.model.load import load as load_model
 from deployments.model_files.names import source
 from deployments.options import DEMO, SMOLLM2, home
 
-SCRIPT, COLLECT = "script with transformers", "deployments.collect"
-BATCH = 32
-COMPARED = 32  # prompts
-CLOSE = 1e-3  # of a row's length, in float32
+WAYS = {
+    "script": "script with transformers",
+    "engine": "engine in process, no capture",
+    "collect": "deployments.collect --model",
+    "served": "deployments.collect --base-url",
+    "requests": "one prompt a request",
+}
+RATIOS = [("collect", "script"), ("collect", "engine"), ("served", "engine"), ("requests", "engine")]
+CASES = {"last": "short prompts, last token", "all": "long prompts, all tokens"}
+SHORT = 50  # characters
+BATCH = IN_FLIGHT = 32
+POINTS = "layers.*.output"
+NONE = Server("", "")
+KV_BYTES = 1 << 30  # most of the engine here and of the server's
+CLOSE = {"float32": 1e-3, "bfloat16": 0.1}  # of a row's length; in bfloat16 it changes with the batch's make-up
 
 
 class Script:
-    """The script: transformers over batches sorted by length, rows saved with safetensors.
+    """The script's model and tokenizer, by a name or directory and torch's name of a dtype."""
 
-    Args:
-        model: A name or directory.
-        texts: The prompts.
-        tokens: `last` or `all`, the rows of each prompt that are saved.
-        directory: Where the files go.
-        dtype: Of the weights, as torch names it.
-    """
-
-    def __init__(self, model: str, texts: list[str], tokens: str, directory: Path, dtype: str = "auto") -> None:
+    def __init__(self, model: str, dtype: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        place = source(model)
-        self._tokenizer = AutoTokenizer.from_pretrained(place)
+        self._tokenizer = AutoTokenizer.from_pretrained(source(model))
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, device_map=device)  # in eval mode
-        self._texts, self._tokens, self._directory = texts, tokens, directory
+        self._model = AutoModelForCausalLM.from_pretrained(source(model), dtype=dtype, device_map=device)
 
     @torch.inference_mode()
-    def run(self) -> Run:
-        """Record all prompts once."""
+    def run(self, texts: list[str], tokens: str, directory: Path) -> Run:
+        """Save the rows of each prompt's `last` token or of `all`: number of the prompt -> [layers, tokens, hidden]."""
         began, count = time.perf_counter(), 0
-        ids = self._tokenizer(self._texts)["input_ids"]
+        ids = self._tokenizer(texts)["input_ids"]
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
         for first in range(0, len(order), BATCH):
             batch = order[first : first + BATCH]
@@ -80,111 +91,138 @@ class Script:
             states = self._model.model(**padded, output_hidden_states=True).hidden_states[1:-1]
             stacked = torch.stack(states, 1)  # [batch, layers, tokens, hidden]
             rows = {
-                str(index): (
-                    stacked[row, :, length - 1 : length] if self._tokens == "last" else stacked[row, :, :length]
-                )
+                str(index): stacked[row, :, length - 1 if tokens == "last" else 0 : length].contiguous()
                 for row, (index, length) in enumerate(zip(batch, lengths, strict=True))
             }
-            path = self._directory / f"{first}.safetensors"
-            save_file({name: value.contiguous() for name, value in rows.items()}, path)
+            path = directory / f"{first}.safetensors"
+            save_file(rows, path)
             with path.open("rb") as written:
                 os.fsync(written.fileno())
             count += sum(lengths)
         return Run([], count, time.perf_counter() - began)
 
-    def rows(self) -> dict[str, torch.Tensor]:
-        """What the last run saved: prompt -> [layers, tokens, hidden]."""
-        return {name: rows for path in self._directory.iterdir() for name, rows in load_file(path).items()}
 
+@dataclass
+class Case:
+    """Prompts, and the tokens to record of each: `last` or `all`.
 
-class Collect:
-    """`python -m deployments.collect` over the same prompts; arguments as for `Script`."""
+    Attributes:
+        folder: Where the script's rows go, and the store of `deployments.collect --model`.
+        sessions: Way -> the directory of its last turn's session.
+    """
 
-    def __init__(self, model: str, texts: list[str], tokens: str, directory: Path, dtype: str = "auto") -> None:
-        self._data, self._store = directory / "data.jsonl", directory / "store"
-        self._data.write_text(
-            "".join(json.dumps({"id": index, "prompt": text}) + "\n" for index, text in enumerate(texts))
-        )
-        self._session = ""
-        self._command = [sys.executable, "-m", "deployments.collect", str(self._data), f"--model={model}"]
-        self._command += [
-            "--points=layers.*.output",
-            f"--tokens={tokens}",
-            f"--store={self._store}",
-            f"--set=dtype={dtype}",
-        ]
+    texts: list[str]
+    tokens: str
+    folder: Path
+    sessions: dict[str, Path] = field(default_factory=dict)
 
-    def run(self) -> Run:
-        """Record all prompts once, in a session of their own."""
-        self._session = uuid.uuid4().hex
-        command = [*self._command, f"--session={self._session}"]
-        environment = {**os.environ, "RAY_ADDRESS": "local"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"deployments.collect ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        found = json.loads(done.stdout.splitlines()[-1])
+    def engine(self, running: Engine) -> Run:
+        """Run the prompts and record nothing."""
+        began = time.perf_counter()
+        ids = questions.ids(running.model.tokenizer, self.texts)
+        running.generate(ours.requests(running.model, Work(ids, 0)))
+        return Run([], sum(map(len, ids)), time.perf_counter() - began)
+
+    def collect(self, name: str, store: Path, options: list[str], server: Server = NONE) -> Run:
+        """Run `deployments.collect` in a session of its own, and take its own account of its speed."""
+        data = self.folder / "data.jsonl"
+        data.write_text("".join(json.dumps({"id": i, "prompt": text}) + "\n" for i, text in enumerate(self.texts)))
+        command = [sys.executable, "-m", "deployments.collect", str(data), f"--points={POINTS}", *options]
+        command += [f"--tokens={self.tokens}", f"--session={self._session(name, store, server)}"]
+        environment = {**os.environ, "RAY_ADDRESS": "local", "OPENAI_API_KEY": next(server.keys)}
+        found = json.loads(output(command, environment).splitlines()[-1])
         return Run([], found["tokens"], found["seconds"])
 
-    def difference(self, wanted: dict[str, torch.Tensor]) -> float:
-        """The largest distance of a stored row from the script's, over that row's length."""
-        largest = 0.0
-        session = self._store / self._session
-        for run in runs(session):
-            stored, rows = load(session, run.run_id), wanted[str(run.sample_id)].float()
-            for layer, other in enumerate(rows):
-                distances = (stored[f"layers.{layer}.output"].float() - other).norm(dim=-1)  # [tokens]
-                largest = max(largest, float((distances / other.norm(dim=-1)).max()))
-        return largest
+    def requests(self, server: Server) -> Run:
+        """Send a request for each prompt; RuntimeError if one is not stored."""
+        common = {"model": server.model, "max_tokens": 0, "session_id": self._session("requests", server.store, server)}
+        capture = {"points": [POINTS], "tokens": self.tokens, "mode": "trace"}
+        bodies = [
+            {**common, "prompt": text, "capture": capture | {"sample_id": str(i)}} for i, text in enumerate(self.texts)
+        ]
+        exchanges = exchanged(server, "completions", bodies, IN_FLIGHT)
+        answers = [json.loads(exchange.body.encode("latin-1")) for exchange in exchanges]
+        if lost := [one["activations_meta"] for one in answers if one["activations_meta"]["status"] != "stored"]:
+            raise RuntimeError(f"not stored: {lost[0]}")
+        tokens = sum(one["usage"]["prompt_tokens"] for one in answers)
+        return Run([], tokens, max(exchange.end for exchange in exchanges))
+
+    def differences(self) -> dict[str, float]:
+        """Way -> the largest distance of a row that it stored from the script's, over that row's length."""
+        wanted = {name: rows for path in self.folder.glob("*.safetensors") for name, rows in load_file(path).items()}
+        found = dict.fromkeys(self.sessions, 0.0)
+        for name, session in self.sessions.items():
+            stored = runs(session)
+            assert len(stored) == len(self.texts), f"{name}: {len(stored)} runs"
+            for run in stored:
+                rows = load(session, run.run_id)
+                for layer, other in enumerate(wanted[str(run.sample_id)].float()):
+                    distances = (rows[f"layers.{layer}.output"].float() - other).norm(dim=-1)  # [tokens]
+                    found[name] = max(found[name], float((distances / other.norm(dim=-1)).max()))
+        return found
+
+    def _session(self, name: str, store: Path, server: Server) -> str:
+        session = uuid.uuid4().hex
+        if last := self.sessions.get(name):  # several are more than a disk may hold
+            if server.root:
+                headers = {"authorization": f"Bearer {next(server.keys)}"}
+                url = f"{server.root}/v1/activations/session/{last.name}"
+                httpx.delete(url, headers=headers, timeout=60).raise_for_status()
+            else:
+                shutil.rmtree(last)
+        self.sessions[name] = store / session
+        return session
+
+
+def measure(case: Case, findings: Findings, dtype: str, script: Script, running: Engine, server: Server) -> None:
+    """Measure the ways asked for, and compare the rows that they stored last."""
+    options, store = findings.options, case.folder / "store"
+    loaded = [f"--model={options.model}", f"--store={store}"]
+    loaded += [f"--set=dtype={dtype}", f"--set=threads={options.threads}"]
+    turns: dict[str, Callable[[], Run]] = {
+        "script": lambda: script.run(case.texts, case.tokens, case.folder),
+        "engine": lambda: case.engine(running),
+        "collect": lambda: case.collect("collect", store, loaded),
+        "served": lambda: case.collect("served", server.store, [f"--base-url={server.root}"], server),
+        "requests": lambda: case.requests(server),
+    }
+    title = f"{options.model}, {dtype}, {len(case.texts)} prompts"
+    ways = [Way(WAYS[name], turns[name]) for name in options.way]
+    wanted = [Ratio(WAYS[of], WAYS[to]) for of, to in RATIOS if {of, to} <= {*options.way}]
+    findings.compare(title, CASES[case.tokens], ways, wanted, ways[0].name, options.rounds)
+    for name, difference in (case.differences() if "script" in options.way else {}).items():
+        print(f"{WAYS[name]}: rows differ from the script's by up to {difference:.2g} of their length", flush=True)
+        findings.add(title, f"{CASES[case.tokens]}, largest difference of {WAYS[name]}", difference)
+        if not difference < CLOSE[dtype]:
+            findings.failed.append(f"{title}: the rows of {WAYS[name]} differ by {difference:.2g}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "benchmark-collecting")
     parser.add_argument("--model", default=SMOLLM2 if (home() / "models" / SMOLLM2).is_dir() else DEMO)
+    parser.add_argument("--dtype", choices=settings.DTYPES, action="append", help="again for more than one")
     parser.add_argument("--prompts", type=int, default=256, help="of GSM8K's questions if found, else those shipped")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", choices=("last", "all"), nargs="+", default=("last", "all"))
-    results = Path("results") / "benchmark-collecting"
-    parser.add_argument("--results", type=Path, default=results, help="without a suffix")
+    parser.add_argument("--tokens", choices=CASES, nargs="+", default=list(CASES))
+    parser.add_argument("--way", choices=WAYS, nargs="+", default=list(WAYS))
     options = parser.parse_args(arguments)
-    options.threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
     findings, texts = Findings(options), questions.texts(questions.source(), options.prompts)
-    compare(findings, options.model, texts[:COMPARED])
-    for tokens in options.tokens:
-        measure(findings, options, texts, tokens)
+    for dtype in settings.dtypes(options):
+        script = Script(options.model, dtype)
+        running = Engine(load_model(source(options.model), dtype=dtype), kv_bytes=KV_BYTES)
+        serving: AbstractContextManager[Server] = nullcontext(NONE)
+        if {"served", "requests"} & {*options.way}:
+            place = Path(source(options.model))
+            chosen = [f"dtype={dtype}", f"threads={options.threads}", f"kv_bytes={KV_BYTES}"]
+            serving = servers.vitrine(place, options=chosen)
+        with serving as server:
+            for tokens in options.tokens:
+                with tempfile.TemporaryDirectory(prefix="vt-collecting-") as folder:
+                    cut = [text[:SHORT] if tokens == "last" else text for text in texts]
+                    measure(Case(cut, tokens, Path(folder)), findings, dtype, script, running, server)
     return findings.close()
-
-
-@contextmanager
-def both(model: str, texts: list[str], tokens: str, dtype: str) -> Iterator[tuple[Script, Collect]]:
-    """Both ways, with directories for as long as the block runs."""
-    with tempfile.TemporaryDirectory(prefix="vt-collecting-") as place:
-        folders = Path(place, "script"), Path(place, "collect")
-        for folder in folders:
-            folder.mkdir()
-        yield Script(model, texts, tokens, folders[0], dtype), Collect(model, texts, tokens, folders[1], dtype)
-
-
-def compare(findings: Findings, model: str, texts: list[str]) -> None:
-    """Compare what both record of some prompts."""
-    with both(model, texts, "all", "float32") as (script, collect):
-        script.run()
-        collect.run()
-        difference = collect.difference(script.rows())
-    title = f"{model}, {len(texts)} prompts in float32"
-    findings.add(title, "largest difference", difference)
-    print(f"largest distance from the script's rows: {difference:.2g} of a row's length", flush=True)
-    if not difference < CLOSE:
-        findings.failed.append(f"{title}: the rows differ by {difference:.2g}")
-
-
-def measure(findings: Findings, options: Any, texts: list[str], tokens: str) -> None:
-    """Measure both ways of one choice of tokens."""
-    title = f"{options.model}, {len(texts)} prompts"
-    with both(options.model, texts, tokens, "auto") as (script, collect):
-        ways = [Way(SCRIPT, script.run), Way(COLLECT, collect.run)]
-        findings.compare(title, f"rows of {tokens} tokens", ways, [Ratio(COLLECT, SCRIPT)], SCRIPT, options.rounds)
 
 
 if __name__ == "__main__":

@@ -22,19 +22,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.common import report
-from benchmarks.common.findings import Findings
-from benchmarks.common.measuring import Ratio, Run, Way, as_json, in_turn, ratio
+from benchmarks.common import stored
+from benchmarks.common.findings import Findings, parser_of
+from benchmarks.common.measuring import Ratio, Run, Way
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.reader.training import ActivationRows
-from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.interrupts import terminate_as_interrupt
 
@@ -52,21 +49,11 @@ def store(folder: Path, runs: int, segment_bytes: int) -> None:
     """Write a session to `folder / "store"`, and the same rows to `folder / "raw"`."""
     (folder / "store").mkdir()
     writer = Writer(folder / "store", Catalogue(), segment_bytes=segment_bytes)
-    segment = SegmentFacts(SESSION, "measured", None, "measured", {}, {name: name for name in POINTS})
     raws = [(folder / f"raw-{i}").open("wb") for i in range(len(POINTS))]
     for number in range(runs):
         points = {name: torch.randn(TOKENS, HIDDEN).bfloat16() for name in POINTS}
-        batch = to_batch(
-            segment,
-            run_id=f"run-{number}",
-            sample_id=None,
-            positions=range(TOKENS),
-            token_ids=range(TOKENS),
-            prompt_tokens=TOKENS // 2,
-            points=points,
-        )
-        facts = RunFacts(f"run-{number}", SESSION, "measured", 0.0, TOKENS // 2, TOKENS)
-        writer.submit(facts, [batch]).result()
+        run_id = f"run-{number}"
+        writer.submit(stored.facts(SESSION, run_id, TOKENS), [stored.rows(SESSION, points, run_id)]).result()
         for raw, value in zip(raws, points.values(), strict=True):
             raw.write(value.view(torch.uint16).numpy().data)
     writer.close()
@@ -89,7 +76,7 @@ def reread(folder: Path) -> None:
 
 
 def maps(folder: Path, rows: int, size: int) -> dict[str, Callable[[], Iterator[list[torch.Tensor]]]]:
-    """The map's ways: what begins each, whose batches are lists of a tensor for each point."""
+    """Name of a way to read the map -> what begins it, and gives batches: [points] tensors [rows, hidden]."""
     # Copy on write, else torch warns that it cannot keep anybody from writing.
     raw = np.memmap(folder / "raw", dtype=np.uint16, mode="c", shape=(len(POINTS), rows, HIDDEN))
     points = list(torch.from_numpy(raw).view(torch.bfloat16))
@@ -113,7 +100,7 @@ def maps(folder: Path, rows: int, size: int) -> dict[str, Callable[[], Iterator[
 
 
 def readers(folder: Path, size: int, window: int) -> dict[str, ActivationRows]:
-    """The project's ways."""
+    """Name of a way to read the store -> the dataset that does so."""
     source = folder / "store"
     return {
         ROWS: ActivationRows(source, POINTS, batch_size=size, shuffle=False),
@@ -123,7 +110,7 @@ def readers(folder: Path, size: int, window: int) -> dict[str, ActivationRows]:
 
 
 def ways(folder: Path, rows: int, options: argparse.Namespace) -> list[Way]:
-    """All of them, each of which reads every row once; rates are in MB/s."""
+    """All ways, each of which reads every row once; rates are in MB/s."""
     megabytes = rows * ROW // 10**6
 
     def of_map(batches: Callable[[], Iterator[list[torch.Tensor]]]) -> Callable[[], Run]:
@@ -149,7 +136,7 @@ def _timed(work: Callable[[], int], rows: int, megabytes: int) -> Run:
 
 
 def same(folder: Path, rows: int) -> bool:
-    """Whether the two hold the same rows."""
+    """Whether the store holds the rows of the raw file."""
     raw = np.memmap(folder / "raw", dtype=np.uint16, mode="r", shape=(len(POINTS), rows, HIDDEN))
     at = 0
     for batch in ActivationRows(folder / "store", POINTS, batch_size=4096, shuffle=False):
@@ -161,17 +148,15 @@ def same(folder: Path, rows: int) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "benchmark-reading", rounds=7)
     parser.add_argument("--bytes", type=float, default=2e9, help="of stored rows")
     parser.add_argument("--segment-bytes", type=int, default=256 << 20, help="of each file")
     parser.add_argument("--batch-size", type=int, default=1024, help="rows of a batch")
     parser.add_argument("--window", type=int, default=256 << 20, help="bytes of rows that are shuffled together")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, as in a DataLoader's worker")
+    parser.set_defaults(threads=1)  # as in a DataLoader's worker
     parser.add_argument("--directory", type=Path, help="where the rows are written meanwhile")
-    parser.add_argument("--results", type=Path, default=Path("results") / "benchmark-reading", help="without a suffix")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     findings, runs = Findings(options, unit="MB/s"), max(1, int(options.bytes / ROW / TOKENS))
@@ -181,19 +166,10 @@ def main(arguments: list[str] | None = None) -> int:
         reread(folder)
         if not same(folder, rows):
             findings.failed.append("the rows that were read are not those that were written")
-        measured = in_turn(ways(folder, rows, options), options.rounds, lambda _: None)
-    found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, *REPORTED)}
-    report.show_rates(measured, found)
-    for each in REQUIRED:
-        name = f"{each.of} / {each.to}"
-        if found[name].median < MIN_RATIO:
-            findings.failed.append(f"{name}: {found[name].median:.2f} is less than {MIN_RATIO}")
-    title = f"{rows} rows of {len(POINTS)} points, hidden {HIDDEN}, bfloat16"
-    ratios = {name: asdict(spread) for name, spread in found.items()}
-    findings.charts[title] = [
-        report.Bar(name, way.rate, min(way.rates), max(way.rates)) for name, way in measured.items()
-    ]
-    findings.add(title, "reading", {"MB/s": as_json(measured), "ratios": ratios})
+        title = f"{rows} rows of {len(POINTS)} points, hidden {HIDDEN}, bfloat16"
+        measured = ways(folder, rows, options)
+        findings.compare(title, "reading", measured, REQUIRED + REPORTED, MAP, options.rounds)
+    findings.require(title, "reading", REQUIRED, MIN_RATIO)
     return findings.close()
 
 

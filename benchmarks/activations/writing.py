@@ -14,7 +14,6 @@ Ends with 1 where the writer's rate is below 0.85 of the disk's, small parts asi
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -23,20 +22,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
 
-from benchmarks.common import report
-from benchmarks.common.findings import Findings
-from benchmarks.common.measuring import Ratio, Run, Way, as_json, in_turn, ratio
+from benchmarks.common.findings import Findings, parser_of
+from benchmarks.common.measuring import Ratio, Run, Way
+from benchmarks.common.stored import facts, rows
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.checksums import checksums
-from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.interrupts import terminate_as_interrupt
 
@@ -48,17 +44,9 @@ REQUIRED = [Ratio(WHOLE, DISK), Ratio(LONG, DISK)]
 REPORTED = [Ratio(SMALL, DISK), Ratio(SUMMED, DISK), Ratio(WHOLE, SUMMED)]
 
 
-def rows(first: int, count: int, run_id: str, session: str) -> pa.RecordBatch:
-    """Some rows of a run."""
-    return to_batch(
-        SegmentFacts(session, "measured", None, "measured", {}, {name: name for name in POINTS}),
-        run_id=run_id,
-        sample_id=None,
-        positions=range(first, first + count),
-        token_ids=range(first, first + count),
-        prompt_tokens=TOKENS // 2,
-        points={name: torch.randn(count, HIDDEN).bfloat16() for name in POINTS},
-    )
+def random_rows(first: int, count: int) -> pa.RecordBatch:
+    """Rows of a run, six points of random [count, hidden] in bfloat16, from position `first` on."""
+    return rows("s", {name: torch.randn(count, HIDDEN).bfloat16() for name in POINTS}, first=first)
 
 
 class Disk:
@@ -70,16 +58,16 @@ class Disk:
         self.at_once = at_once
         self._turn = 0
         # Made before anything is timed, and small enough to stay in memory; the same rows again and again.
-        self._whole = [rows(0, TOKENS, "r", "s") for _ in range(at_once)]
+        self._whole = [random_rows(0, TOKENS) for _ in range(at_once)]
         size = TOKENS // PARTS
-        self._small = [[rows(part * size, size, "r", "s") for part in range(PARTS)] for _ in range(at_once)]
+        self._small = [[random_rows(part * size, size) for part in range(PARTS)] for _ in range(at_once)]
         self._long = [
-            [rows(part * TOKENS, TOKENS, "r", "s") for part in range(PARTS)] for _ in range(-(-at_once // PARTS))
+            [random_rows(part * TOKENS, TOKENS) for part in range(PARTS)] for _ in range(-(-at_once // PARTS))
         ]
         self.bytes = runs * TOKENS * HIDDEN * 2 * len(POINTS)
 
     def raw(self, summed: bool) -> Run:
-        """Write the points' bytes, and sync as often as runs end together."""
+        """Write the points' bytes to one file, synced as often as runs end together; counts MB."""
         path = self._folder / f"raw-{self._turn}"
         columns = [[batch[name].storage.flatten().buffers()[1] for name in POINTS] for batch in self._whole]
         began = time.perf_counter()
@@ -97,7 +85,7 @@ class Disk:
         return self._ended(began, path)
 
     def written(self, send: Callable[[Writer, int], Sequence[Future[Any]]], most: int) -> Run:
-        """Send all runs to a writer, and wait until each is durable; `most` are on their way."""
+        """Send all runs to a writer, `most` on their way, and wait until each is durable; counts MB."""
         root = self._folder / f"store-{self._turn}"
         root.mkdir()
         writer = Writer(root, Catalogue.rebuild(root))
@@ -115,11 +103,11 @@ class Disk:
         return run
 
     def whole(self, writer: Writer, number: int) -> list[Future[Any]]:
-        """Send a run at once."""
-        return [writer.submit(self._facts(number), [self._whole[number % self.at_once]])]
+        """Send a run in one piece; gives what is done when it is durable."""
+        return [writer.submit(facts("s", f"run-{number}", TOKENS), [self._whole[number % self.at_once]])]
 
     def small(self, writer: Writer, number: int) -> list[Future[Any]]:
-        """Send a run in small parts."""
+        """Send a run in small parts; gives what is done when each is durable."""
         return self._in_parts(writer, number, self._small[number % len(self._small)])
 
     def long(self, writer: Writer, number: int) -> list[Future[Any]]:
@@ -127,14 +115,11 @@ class Disk:
         return [] if number % PARTS else self._in_parts(writer, number, self._long[number // PARTS % len(self._long)])
 
     def _in_parts(self, writer: Writer, number: int, parts: list[pa.RecordBatch]) -> list[Future[Any]]:
-        facts = self._facts(number)
+        run = facts("s", f"run-{number}", TOKENS)
         sent: list[Future[Any]] = [
-            writer.append(facts.session_id, facts.run_id, part, [parts[part]]) for part in range(PARTS - 1)
+            writer.append(run.session_id, run.run_id, part, [parts[part]]) for part in range(PARTS - 1)
         ]
-        return [*sent, writer.submit(facts, parts[PARTS - 1 :], PARTS - 1)]
-
-    def _facts(self, number: int) -> RunFacts:
-        return RunFacts(f"run-{number}", "s", "measured", 0.0, TOKENS // 2, TOKENS)
+        return [*sent, writer.submit(run, parts[PARTS - 1 :], PARTS - 1)]
 
     def _ended(self, began: float, path: Path | None) -> Run:
         seconds = time.perf_counter() - began
@@ -145,17 +130,15 @@ class Disk:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "benchmark-writing", rounds=7)
     parser.add_argument("--bytes", type=float, default=1e9, help="of each turn")
     parser.add_argument(
         "--at-once", type=int, default=32, help="runs that end together, for whose bytes the disk is synced once"
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.set_defaults(threads=1)
     parser.add_argument("--directory", type=Path, help="on the disk that is measured")
-    parser.add_argument("--results", type=Path, default=Path("results") / "benchmark-writing", help="without a suffix")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     findings = Findings(options, unit="MB/s")
@@ -169,18 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
             Way(LONG, lambda: disk.written(disk.long, 2 * disk.at_once // PARTS)),
             Way(SMALL, lambda: disk.written(disk.small, 2 * disk.at_once)),
         ]
-        measured = in_turn(ways, options.rounds, lambda _: None)
-    found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, *REPORTED)}
-    report.show_rates(measured, found)
-    for each in REQUIRED:
-        name = f"{each.of} / {each.to}"
-        if found[name].median < MIN_RATIO:
-            findings.failed.append(f"{name}: {found[name].median:.2f} is less than {MIN_RATIO}")
-    title = f"{disk.bytes / 1e9:.1f} GB, {options.at_once} runs at once"
-    kept = {"ways": as_json(measured), "ratios": {name: asdict(spread) for name, spread in found.items()}}
-    findings.add(title, "writing", kept)
-    bars = [report.Bar(name, way.rate, min(way.rates), max(way.rates)) for name, way in measured.items()]
-    findings.charts[title] = bars
+        title = f"{disk.bytes / 1e9:.1f} GB, {options.at_once} runs at once"
+        findings.compare(title, "writing", ways, REQUIRED + REPORTED, DISK, options.rounds)
+    findings.require(title, "writing", REQUIRED, MIN_RATIO)
     return findings.close()
 
 

@@ -7,13 +7,30 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 import psutil
 
 ROOT = Path(__file__).parents[2]
+
+
+def output(command: Sequence[str], env: Mapping[str, str] | None = None, sent: str | None = None) -> str:
+    """Run a command to its end and give what it wrote to stdout.
+
+    Args:
+        command: The command.
+        env: Its environment; by default this process's.
+        sent: What it reads from stdin.
+
+    Raises:
+        RuntimeError: It ended with another status than 0; with all that it wrote.
+    """
+    done = subprocess.run(command, cwd=ROOT, env=env, input=sent, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command[:3]} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 @contextlib.contextmanager

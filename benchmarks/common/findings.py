@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,26 +13,41 @@ from benchmarks.common import report
 from benchmarks.common.measuring import Measured, Ratio, Spread, Way, as_json, in_turn, ratio, same_outputs
 
 
+def parser_of(description: str | None, results: str, rounds: int = 5) -> argparse.ArgumentParser:
+    """A parser with the options of all benchmarks that keep findings.
+
+    Args:
+        description: The benchmark's own.
+        results: The name its results have below `results/`.
+        rounds: How often all ways are measured, unless asked for otherwise.
+    """
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
+    made.add_argument("--results", type=Path, default=Path("results") / results, help="without a suffix")
+    return made
+
+
 @dataclass
 class Findings:
-    """What is kept of a run.
+    """The results of one benchmark's run.
 
     Attributes:
-        options: The run's.
-        unit: What the picture's bars measure.
+        options: The run's: of `parser_of`.
+        unit: What rates and the picture's bars measure.
         cases: Title -> what was found, by name.
         charts: Title -> bars.
         failed: What should not be: each ends the run with 1.
     """
 
     options: argparse.Namespace
-    unit: str = "tokens per second"
+    unit: str = "tokens/s"
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     charts: dict[str, list[report.Bar]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
     def add(self, title: str, name: str, found: Any) -> None:
-        """Keep what was found of a case."""
+        """Keep what was found of a case, under a name of its own; written at once as JSON."""
         self.cases.setdefault(title, {})[name] = found
         self._write()  # a long run that is cut short leaves what it has done
 
@@ -52,9 +68,9 @@ class Findings:
             The wanted ratios, by "way / base".
         """
         print(f"\n{title}: {part}", flush=True)
-        measured = in_turn(ways, rounds, lambda text: print(text, flush=True))
+        measured = in_turn(ways, rounds, lambda text: print(text, flush=True), self.unit)
         found = {f"{each.of} / {each.to}": ratio(measured, each) for each in wanted}
-        print(_rates(title, measured, reference), _ratios(found), sep="\n", flush=True)
+        print(self._rates(title, measured, reference), _ratios(found), sep="\n", flush=True)
         same = {name: same_outputs(measured, name, reference) for name, way in measured.items() if way.outputs}
         if "float32" in title:
             self.failed += [f"{title}: greedy outputs of {name} differ" for name, (n, of) in same.items() if n < of]
@@ -65,15 +81,21 @@ class Findings:
             title,
             part,
             {
-                "ways": as_json(measured),
+                "ways": as_json(measured, self.unit),
                 "ratios": {name: asdict(spread) for name, spread in found.items()},
                 "same_outputs": same,
             },
         )
         return found
 
+    def require(self, title: str, part: str, ratios: Sequence[Ratio], least: float) -> None:
+        """Fail where the median of one of these ratios, of a part that was compared, is below `least`."""
+        found = self.cases[title][part]["ratios"]
+        medians = {name: found[name]["median"] for name in (f"{each.of} / {each.to}" for each in ratios)}
+        self.failed += [f"{name}: {it:.3f} is less than {least}" for name, it in medians.items() if it < least]
+
     def close(self) -> int:
-        """Write and draw everything; the run's exit status."""
+        """Write and draw everything; gives the exit status: 1 if anything failed, else 0."""
         results = Path(self.options.results)
         self._write()
         if self.charts:
@@ -89,15 +111,13 @@ class Findings:
         found = {"machine": machine, "options": options, "cases": self.cases, "failed": self.failed}
         report.write(Path(self.options.results).with_suffix(".json"), found)
 
-
-def _rates(title: str, measured: dict[str, Measured], reference: str) -> str:
-    rows = []
-    for name, way in measured.items():
-        spread = Spread.of(way.rates)
-        same, of = same_outputs(measured, name, reference)
-        agrees = f"{same} of {of}" if way.outputs else "-"
-        rows.append([name, f"{way.rate:.0f}", f"{spread.lowest:.0f} - {spread.highest:.0f}", agrees])
-    return report.table(title, ["", "tokens/s", "range", "same outputs"], rows)
+    def _rates(self, title: str, measured: dict[str, Measured], reference: str) -> str:
+        rows = []
+        for name, way in measured.items():
+            same, of = same_outputs(measured, name, reference)
+            agrees = f"{same} of {of}" if way.outputs else "-"
+            rows.append([name, f"{way.rate:,.0f}", f"{min(way.rates):,.0f} - {max(way.rates):,.0f}", agrees])
+        return report.table(title, ["", self.unit, "range", "same outputs"], rows)
 
 
 def _ratios(found: dict[str, Spread]) -> str:

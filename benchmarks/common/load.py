@@ -25,11 +25,13 @@ class Job:
         url: Where each body is posted.
         bodies: JSON objects.
         at_once: How many requests are on their way at any time.
+        key: The API key; servers without keys read none.
     """
 
     url: str
     bodies: list[dict[str, Any]]
     at_once: int
+    key: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Exchange:
 
     @property
     def end(self) -> float:
-        """When the last byte came."""
+        """Seconds after the first request at which the last byte came."""
         return self.reads[-1][0] if self.reads else self.sent
 
     @property
@@ -60,7 +62,7 @@ class Exchange:
 async def _post(session: aiohttp.ClientSession, url: str, body: bytes, began: float) -> Exchange:
     sent = time.perf_counter() - began
     reads: list[tuple[float, bytes]] = []
-    async with session.post(url, data=body, headers={"content-type": "application/json"}) as answer:
+    async with session.post(url, data=body) as answer:
         async for data in answer.content.iter_any():
             reads.append((time.perf_counter() - began, data))
         # A character may be cut between two reads; each byte stands for itself until all are there.
@@ -71,8 +73,10 @@ async def send(job: Job) -> list[Exchange]:
     """Send everything, `at_once` requests at a time, and give the answers in order."""
     bodies = [json.dumps(body).encode() for body in job.bodies]
     turns = asyncio.Semaphore(job.at_once)
-    limits = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
+    limits, headers = aiohttp.ClientTimeout(total=None), {"content-type": "application/json"}
+    headers["authorization"] = f"Bearer {job.key}"
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=limits, headers=headers) as session:
         began = time.perf_counter()
 
         async def one(body: bytes) -> Exchange:

@@ -11,64 +11,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from deployments.demo_model import WEIGHTS
 
 DEMO = "demo"
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 2048,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 64,
-    },
-    "random-40m": {
-        "vocab_size": 4096,
-        "hidden_size": 512,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-    },
+FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "intermediate_size",
+)
+SIZES = {
+    "tiny": (2048, 32, 2, 4, 2, 8, 64),
+    "random-40m": (4096, 512, 12, 8, 4, 64, 1536),
     # As much is recorded of it as of Qwen3-0.6B, in a fraction of the time.
-    "thin-28x1024": {
-        "vocab_size": 2048,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 512,
-    },
+    "thin-28x1024": (2048, 1024, 28, 4, 2, 64, 512),
     # Qwen3-0.6B's shape; on a CPU its vocabulary of 151,936 would take most of a step.
-    "qwen3-0.6b-small-vocabulary": {
-        "vocab_size": 4096,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-    },
-    "qwen3-8b": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-    },
+    "qwen3-0.6b-small-vocabulary": (4096, 1024, 28, 16, 8, 128, 3072),
+    "qwen3-0.6b": (151936, 1024, 28, 16, 8, 128, 3072),
+    "qwen3-8b": (151936, 4096, 36, 32, 8, 128, 12288),
 }
+SHAPES = {name: dict(zip(FIELDS, sizes, strict=True)) for name, sizes in SIZES.items()}
 NAMES = (*SHAPES, DEMO)
 
 

@@ -19,7 +19,7 @@ class Run:
 
     Attributes:
         outputs: What each request generated: its tokens, or its text.
-        count: Generated tokens in all.
+        count: What rates count: generated tokens, unless a benchmark says otherwise.
         seconds: How long that took; what is not the way's own work is left out.
     """
 
@@ -29,12 +29,12 @@ class Run:
 
     @classmethod
     def of(cls, tokens: Tokens, seconds: float) -> Run:
-        """A turn whose tokens are known."""
+        """A turn that gave these tokens, all of which count."""
         return cls(tokens, sum(map(len, tokens)), seconds)
 
     @property
     def rate(self) -> float:
-        """Generated tokens per second."""
+        """Counted per second."""
         return self.count / self.seconds
 
 
@@ -68,10 +68,10 @@ class Ratio:
 
 @dataclass
 class Measured:
-    """What came of one way.
+    """The rates and outputs of one way.
 
     Attributes:
-        rates: [rounds] generated tokens per second.
+        rates: [rounds] counted per second, as generated tokens.
         outputs: What each request generated, in the turn before the first round.
         note: The way's.
     """
@@ -82,7 +82,7 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """The median of the rounds."""
+        """The median of the rounds' rates."""
         return statistics.median(self.rates)
 
 
@@ -96,12 +96,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
+        """The median, the least and the largest of one value or more."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 def timed(work: Callable[[], Tokens], device: str = "cpu") -> Run:
-    """Run something that generates, and wait for the device before each look at the clock."""
+    """Time something that gives each request's tokens; the device's work counts."""
     synchronize(device)
     began = time.perf_counter()
     tokens = work()
@@ -115,7 +115,9 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def in_turn(ways: Sequence[Way], rounds: int, say: Callable[[str], None] = print) -> dict[str, Measured]:
+def in_turn(
+    ways: Sequence[Way], rounds: int, say: Callable[[str], None] = print, unit: str = "tokens/s"
+) -> dict[str, Measured]:
     """Run every way once for nothing, then all of them in turn, every other round backwards.
 
     So that a machine which slows down or speeds up does so for all of them alike.
@@ -124,12 +126,13 @@ def in_turn(ways: Sequence[Way], rounds: int, say: Callable[[str], None] = print
         ways: What is measured.
         rounds: How often.
         say: Called with a line when each way is ready, and for each round.
+        unit: Of rates, for these lines.
     """
     measured = {}
     for way in ways:
         first = way.run()
         measured[way.name] = Measured(first.outputs, note=way.note)
-        say(f"  {way.name}: {first.rate:.0f} tokens/s at first")
+        say(f"  {way.name}: {first.rate:,.0f} {unit} at first")
     for number in range(rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
             measured[way.name].rates.append(way.run().rate)
@@ -138,7 +141,7 @@ def in_turn(ways: Sequence[Way], rounds: int, say: Callable[[str], None] = print
 
 
 def ratio(measured: dict[str, Measured], wanted: Ratio) -> Spread:
-    """A way's rate over its base's, of each round."""
+    """A way's rate over its base's within each round: median, least and largest."""
     pairs = zip(measured[wanted.of].rates, measured[wanted.to].rates, strict=True)
     return Spread.of([rate / base for rate, base in pairs])
 
@@ -149,9 +152,9 @@ def same_outputs(measured: dict[str, Measured], name: str, reference: str) -> tu
     return sum(mine == its for mine, its in pairs), len(pairs)
 
 
-def as_json(measured: dict[str, Measured]) -> dict[str, Any]:
-    """Rates and notes, without the outputs."""
+def as_json(measured: dict[str, Measured], unit: str) -> dict[str, Any]:
+    """The median of each way's rates under the name of their unit, the rates of the rounds, and its note."""
     return {
-        name: {"tokens_per_second": way.rate, "rounds": way.rates} | ({"note": way.note} if way.note else {})
+        name: {unit: way.rate, "rounds": way.rates} | ({"note": way.note} if way.note else {})
         for name, way in measured.items()
     }

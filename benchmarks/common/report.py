@@ -17,14 +17,12 @@ import torch
 matplotlib.use("Agg")  # no screen is needed
 from matplotlib import pyplot
 
-from benchmarks.common.measuring import Measured, Spread
-
 PACKAGES = ("torch", "transformers", "nnsight", "ray", "pyarrow")
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a picture."""
+    """One bar of a picture: a median and the ends of its range, in the picture's unit."""
 
     label: str
     value: float
@@ -33,7 +31,7 @@ class Bar:
 
 
 def machine(threads: int, device: str) -> dict[str, Any]:
-    """Where and with what this was measured."""
+    """The platform, processor or GPU, number of cores and threads, and versions that this was measured with."""
     found: dict[str, Any] = {
         "platform": platform.platform(),
         "cores": os.cpu_count(),
@@ -50,7 +48,7 @@ def _processor() -> str:
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, numbers to the right."""
+    """A table as text, columns aligned: the first to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
         "  ".join(
@@ -62,7 +60,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def picture(path: Path, charts: Mapping[str, Sequence[Bar]], unit: str) -> None:
-    """One chart of horizontal bars per title, with the range of the rounds.
+    """Draw a chart of horizontal bars for each title, with the range of the rounds.
 
     Args:
         path: Where the PNG goes.
@@ -94,16 +92,6 @@ def keep(path: Path, figure: Any) -> None:
 
 
 def write(path: Path, found: Mapping[str, Any]) -> None:
-    """Keep the numbers."""
+    """Write results as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=2) + "\n")
-
-
-def show_rates(measured: dict[str, Measured], found: dict[str, Spread]) -> None:
-    """Print rates in MB/s, and ratios of rates, each with its range."""
-    lines = [
-        [name, f"{way.rate:,.0f}", f"{min(way.rates):,.0f} - {max(way.rates):,.0f}"] for name, way in measured.items()
-    ]
-    print(table("", ["", "MB/s", "range"], lines))
-    lines = [[name, f"{each.median:.2f}", f"{each.lowest:.2f} - {each.highest:.2f}"] for name, each in found.items()]
-    print(table("", ["ratio", "median", "range"], lines), flush=True)

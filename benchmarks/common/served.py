@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.common.children import ROOT
+from benchmarks.common.children import output
 from benchmarks.common.load import Exchange, Job
 from benchmarks.common.measuring import Run, Way
 from benchmarks.common.servers import Server
@@ -34,11 +33,11 @@ class Workload:
 
 
 def send(server: Server, asked: Workload, stream: bool, more: Mapping[str, Any] = NO_FIELDS) -> list[Exchange]:
-    """Send the requests from a process of their own.
+    """Send requests from a process of their own; gives each one's answer.
 
     Args:
-        server: To which.
-        asked: What.
+        server: Where they go.
+        asked: What they ask.
         stream: Whether answers are streamed.
         more: Further fields of every body.
 
@@ -47,20 +46,18 @@ def send(server: Server, asked: Workload, stream: bool, more: Mapping[str, Any] 
     """
     common = {"model": server.model, "max_tokens": asked.new_tokens, "temperature": 0, "stream": stream}
     bodies = [{**common, **server.extra, **more, "prompt": text} for text in asked.texts]
-    return exchanged(Job(f"{server.root}/v1/completions", bodies, asked.at_once))
+    return exchanged(server, "completions", bodies, asked.at_once)
 
 
-def exchanged(job: Job) -> list[Exchange]:
-    """Send a job's bodies from a process of their own.
+def exchanged(server: Server, route: str, bodies: list[dict[str, Any]], at_once: int) -> list[Exchange]:
+    """Post bodies to a route below `/v1`, so many at a time, from a process of their own and with a key of their own.
 
     Raises:
         RuntimeError: One of them was not answered with 200.
     """
+    job = Job(f"{server.root}/v1/{route}", bodies, at_once, next(server.keys))
     command = [sys.executable, "-m", "benchmarks.common.load"]
-    done = subprocess.run(command, cwd=ROOT, input=json.dumps(asdict(job)).encode(), capture_output=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the load generator failed:\n{done.stderr.decode()}")
-    exchanges = [Exchange(**exchange) for exchange in json.loads(done.stdout)]
+    exchanges = [Exchange(**exchange) for exchange in json.loads(output(command, sent=json.dumps(asdict(job))))]
     for exchange in exchanges:
         if exchange.status != 200:
             raise RuntimeError(f"a request was answered with {exchange.status}: {exchange.body[:500]}")

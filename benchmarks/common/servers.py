@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import secrets
 import sys
@@ -17,7 +18,8 @@ from serve_app import RAY_ENVIRONMENT
 from vitrine.own_server import free_port
 
 BIN = Path(sys.executable).parent
-NEEDED = {"uvicorn": "uvicorn", "fastapi": "fastapi", "openai": "openai", "rich": "rich"}  # transformers[serving]
+NEEDED = ("uvicorn", "fastapi", "openai", "rich")  # of transformers[serving]; modules are named as their packages
+KEYS = 100
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Server:
         extra: Fields that its requests carry besides OpenAI's.
         session: The session of its processes, whose id is that of the first of them.
         env: The environment of commands that join its Ray.
+        keys: API keys without end. A turn takes the next one: a server that remembers the beginnings of prompts does
+            so for each key's owner, and would not run those of an earlier turn again.
     """
 
     root: str
@@ -37,17 +41,24 @@ class Server:
     extra: Mapping[str, object] = field(default_factory=dict)
     session: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
+    keys: Iterator[str] = field(default_factory=lambda: itertools.repeat("none"))
+
+    @property
+    def store(self) -> Path:
+        """The directory of this project's activation store."""
+        return Path(self.env["VITRINE_HOME"]) / "activations"
 
 
 @contextlib.contextmanager
 def vitrine(model: Path, *, flags: Mapping[str, str] | None = None, options: Sequence[str] = ()) -> Iterator[Server]:
-    """This project's server on a Ray of its own: `ray start`, `serve start`, `serve run`, as the README says.
+    """This project's server on a Ray of its own: `ray start`, `serve start`, `serve run`. It has keys of admins.
 
     Args:
         model: A directory.
-        flags: Environment variables that Ray Serve reads at its start.
+        flags: Environment variables of Ray, Serve and the application.
         options: More of the form `name=value` for `serve_app:build_app`.
     """
+    keys = [secrets.token_hex(16) for _ in range(KEYS)]
     # Short: Ray puts sockets below it, whose paths may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="vt-", ignore_cleanup_errors=True) as name:
         directory, port = Path(name), free_port()
@@ -57,6 +68,8 @@ def vitrine(model: Path, *, flags: Mapping[str, str] | None = None, options: Seq
         head += [f"--dashboard-port={free_port()}", f"--temp-dir={directory / 'ray'}", "--block"]
         head_log, serve_log = directory / "head.log", directory / "serve.log"
         run = [str(BIN / "serve"), "run", "serve_app:build_app", f"model={model}", "model_id=measured", *options]
+        (directory / "keys").write_text("".join(f"admin:{key}\n" for key in keys))
+        run.append(f"api_keys_file={directory / 'keys'}")
         root = f"http://127.0.0.1:{port}"
         with child(head, env, head_log) as ray:
             until(lambda: "Ray runtime started" in head_log.read_text(errors="replace"), ray, head_log)
@@ -65,7 +78,7 @@ def vitrine(model: Path, *, flags: Mapping[str, str] | None = None, options: Seq
                 started.wait()
             with child(run, env, serve_log) as served:
                 until(lambda: answers(f"{root}/health"), served, serve_log)
-                yield Server(root, "measured", {"ignore_eos": True}, ray.pid, env)
+                yield Server(root, "measured", {"ignore_eos": True}, ray.pid, env, itertools.cycle(keys))
 
 
 def _ray_environment(directory: Path, address: str) -> dict[str, str]:
@@ -94,7 +107,7 @@ def _ray_environment(directory: Path, address: str) -> dict[str, str]:
 
 def missing() -> list[str]:
     """What `transformers serve` needs and is not installed: `pip install 'transformers[serving]'`."""
-    return [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    return [package for package in NEEDED if importlib.util.find_spec(package) is None]
 
 
 @contextlib.contextmanager

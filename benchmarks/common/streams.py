@@ -48,7 +48,7 @@ class Gaps:
 
 
 def gaps(exchanges: Sequence[Exchange], steps: Sequence[Sequence[str]]) -> Gaps:
-    """How tokens came.
+    """The gaps between a stream's arrivals, and how many tokens came in each.
 
     Args:
         exchanges: Streamed answers.

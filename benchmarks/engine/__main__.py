@@ -30,7 +30,6 @@ from deployments.engine.request import Sampling
 from deployments.model.model import Model
 from deployments.options import Options
 
-PARTS = ("ways", "arrivals", "wide", "floor", "sweep")
 BARE, ENGINE, STATIC, BATCH = (
     "bare loop of the same forwards",
     "engine",
@@ -61,7 +60,7 @@ class Case:
         return measured_models.build(self.name, settings.DTYPES[self.dtype], self.device)
 
     def work(self, new_tokens: int | None = None) -> Work:
-        """What it is to generate."""
+        """The prompts, and how many tokens are generated."""
         return settings.work(self.name, self.options, self.device, new_tokens)
 
     def engine(self) -> Engine:
@@ -72,7 +71,7 @@ class Case:
 
 
 def measure_ways(case: Case, findings: Findings) -> None:
-    """Everything that generates, in turn."""
+    """Measure the tokens per second of everything that generates."""
     work, plain, tokenizer = case.work(), case.hf(), measured_models.tokenizer(case.name)
     running = case.engine()
     with storing.store(case.options.results.parent) as store:
@@ -100,7 +99,7 @@ def measure_ways(case: Case, findings: Findings) -> None:
 
 
 def measure_arrivals(case: Case, findings: Findings) -> None:
-    """Requests that come one by one, and the gaps that clients see."""
+    """Measure requests that come one by one: tokens per second, and gaps between a request's tokens in steps and ms."""
     work, running = case.work(), case.engine()
     together = ours.engine(running, work)
     took = statistics.median(together.run().seconds for _ in range(3))
@@ -124,7 +123,7 @@ def measure_arrivals(case: Case, findings: Findings) -> None:
 
 
 def measure_wide(case: Case, findings: Findings) -> None:
-    """Capture of many points to disk."""
+    """Measure tokens per second without capture, and with 28 layers and both norms captured to disk."""
     work, running = case.work(min(16, case.options.new_tokens)), case.engine()
     name = "engine, all layer outputs and both norms to disk"
     with storing.store(case.options.results.parent) as store:
@@ -136,7 +135,7 @@ def measure_wide(case: Case, findings: Findings) -> None:
 
 
 def measure_floor(case: Case, findings: Findings) -> None:
-    """The parts of a decode step, beside what the hardware could do."""
+    """Measure the milliseconds of a decode step's parts, and of what the hardware could do."""
     work, running = case.work(), case.engine()
     steps, rows = min(20, work.new_tokens), len(work.prompts)
     least = floor.floor(running.model.hf, rows, case.device)
@@ -164,7 +163,7 @@ def measure_floor(case: Case, findings: Findings) -> None:
 
 
 def measure_sweep(case: Case, findings: Findings) -> None:
-    """What settings transformers' continuous batching does best at."""
+    """Measure the tokens per second of transformers' continuous batching at many settings."""
     work, plain = case.work(), case.hf()
     ways = [ours.engine(case.engine(), work), *peers.sweep(plain, work)]
     wanted = [Ratio(way.name, ENGINE) for way in ways[1:]]
@@ -181,22 +180,22 @@ MEASURES = {
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, Case]]:
-    """Which part is measured on what; the wide one has a model of its own."""
+    """Each part to be measured, and the model, dtype and device that it is measured on."""
     gpu = torch.device(options.device).type == "cuda"
     named = options.model or (["qwen3-0.6b"] if gpu else ["random-40m", measured_models.DEMO])
     wide = options.wide_model or ("qwen3-0.6b" if gpu else "qwen3-0.6b-small-vocabulary")
     return [
         (part, Case(name, dtype, options.device, options))
         for dtype in settings.dtypes(options, options.device)
-        for part in options.part or PARTS[:-1]
+        for part in options.part or list(MEASURES)[:-1]
         for name in ([wide] if part == "wide" else named)
     ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     parser = settings.parser(__doc__, "benchmark-engine")
-    parser.add_argument("--part", choices=PARTS, action="append", help="again for more than one; all but sweep")
+    parser.add_argument("--part", choices=MEASURES, action="append", help="again for more than one; all but sweep")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or a torch device")
     parser.add_argument("--wide-model", choices=measured_models.NAMES, help="the model of the part `wide`")
     options = parser.parse_args(arguments)

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -27,23 +28,6 @@ from deployments.engine.request import Request
 from deployments.model.model import Model
 
 NAME = "random-40m"
-
-
-class Prompts:
-    """Prompts of random tokens."""
-
-    def __init__(self) -> None:
-        self._random = torch.Generator().manual_seed(0)
-
-    def ids(self, length: int) -> list[int]:
-        """So many tokens."""
-        found: list[int] = torch.randint(3, 1000, (length,), generator=self._random).tolist()
-        return found
-
-    def requests(self, lengths: Sequence[int], new: int, beginning: int = 0) -> list[Request]:
-        """Requests with prompts of these lengths after a shared prefix."""
-        shared = self.ids(beginning)
-        return [Request("", [*shared, *self.ids(length)], new, ignore_eos=True) for length in lengths]
 
 
 def steered(model: Model, requests: Sequence[Request]) -> list[Request]:
@@ -70,19 +54,19 @@ def main() -> None:
 
     plain = build()
     engines, invariant = (Engine(plain), Engine(plain)), Engine(build(batch_invariant=True))
-    prompts, scale = Prompts(), given.scale
+    random, scale = torch.Generator().manual_seed(0), given.scale
+
+    def ids(length: int) -> list[int]:
+        found: list[int] = torch.randint(3, 1000, (length,), generator=random).tolist()
+        return found
 
     def of(count: int, lengths: Sequence[int], new: int, beginning: int = 0) -> list[Request]:
-        """`count` requests whose prompts have these lengths in turn."""
+        """`count` requests whose prompts of random tokens have these lengths in turn, after a shared prefix."""
         some = [max(1, lengths[i % len(lengths)] // scale) for i in range(max(2, count // scale))]
-        return prompts.requests(some, max(1, new // scale), beginning // scale)
+        shared = ids(beginning // scale)
+        return [Request("", [*shared, *ids(length)], max(1, new // scale), ignore_eos=True) for length in some]
 
-    def decoding() -> list[Request]:
-        return of(32, [32], 64)
-
-    def filling() -> list[Request]:
-        return of(8, [512], 1)
-
+    decoding, filling = partial(of, 32, [32], 64), partial(of, 8, [512], 1)
     cases: dict[str, tuple[Engine, Callable[[], list[Request]], Callable[[], list[Request]]]] = {
         "mixed lengths": (engines[0], lambda: of(16, [32, 1500], 64), lambda: of(16, [766], 64)),
         "shared": (engines[0], lambda: of(32, [32], 32, beginning=1000), lambda: of(32, [1032], 32)),

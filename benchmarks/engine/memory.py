@@ -32,7 +32,7 @@ PAIRS = {CAPTURE: PLAIN, SLOW: BESIDE}
 
 
 def scenarios(options: Any) -> list[Scenario]:
-    """The four of them."""
+    """The four scenarios of the module's docstring."""
     model = options.model[0] if options.model else "thin-28x1024"
     (prompt,) = settings.work(model, options).prompts[:1]
 
@@ -49,7 +49,7 @@ def scenarios(options: Any) -> list[Scenario]:
 
 
 def show(title: str, found: dict[str, MemorySample]) -> None:
-    """A line for each scenario."""
+    """Print a table with a row for each scenario: MiB, seconds and tokens per second."""
     rows = []
     for name, seen in found.items():
         numbers = [seen.resident[0] / MIB, seen.growth / MIB, max(seen.held) / MIB, seen.stored / MIB]
@@ -59,7 +59,7 @@ def show(title: str, found: dict[str, MemorySample]) -> None:
 
 
 def draw(path: Path, found: dict[str, MemorySample]) -> None:
-    """Memory over time, a chart for each scenario."""
+    """Draw memory in MiB over time in seconds, a chart for each scenario."""
     figure, axes = pyplot.subplots(len(found), 1, figsize=(10, 3 * len(found)), squeeze=False)
     for axis, (name, seen) in zip(axes[:, 0], found.items(), strict=True):
         growth = [(resident - seen.resident[0]) / MIB for resident in seen.resident]
@@ -77,7 +77,7 @@ def draw(path: Path, found: dict[str, MemorySample]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
     parser = settings.parser(__doc__, "benchmark-memory")
     parser.set_defaults(new_tokens=2048)

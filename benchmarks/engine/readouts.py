@@ -63,30 +63,30 @@ class Cases:
         self._vector = torch.zeros(self._point.shape[0], device=model.device)
 
     def made(self, streamed: bool = False) -> list[Request]:
-        """Requests without readouts."""
+        """Requests without readouts, with prompts of 48 random tokens."""
         numbers = torch.Generator().manual_seed(0)
         prompts = torch.randint(3, 1000, (self._count, PROMPT), generator=numbers).tolist()
         return [Request("", prompt, self._new, ignore_eos=True, streamed=streamed) for prompt in prompts]
 
     def one(self, streamed: bool = False) -> list[Request]:
-        """One probe for all."""
+        """The requests with one probe for all."""
         asked = (ResolvedReadout(self._probe, Tokens()),)
         return [dataclasses.replace(one, readouts=asked) for one in self.made(streamed)]
 
     def many(self) -> list[Request]:
-        """A probe of its own for each, at eight layers."""
+        """The requests with a probe of its own for each, at eight layers."""
         return [
             dataclasses.replace(one, readouts=(ResolvedReadout(probe, Tokens()),))
             for one, probe in zip(self.made(), self._probes, strict=True)
         ]
 
     def features(self) -> list[Request]:
-        """An autoencoder's largest features for all."""
+        """The requests with an autoencoder's largest features for all."""
         asked = (ResolvedReadout(self._sae, Tokens(), TOP_K),)
         return [dataclasses.replace(one, readouts=asked) for one in self.made()]
 
     def steered(self, gated: bool) -> list[Request]:
-        """A steering vector for each, with a gate or without; it is zeros, so that tokens are the same."""
+        """The requests with a steering vector of zeros, so that tokens stay the same, with a gate or without."""
         when = Threshold(readout="r0", above=0.5)
 
         def edit() -> Edit:

@@ -60,7 +60,7 @@ def our_ways(server: Server, in_process: InProcessEngine) -> list[Way]:
 
 @contextlib.contextmanager
 def their_ways(directory: Path, in_process: InProcessEngine, threads: int) -> Iterator[tuple[list[Way], list[Ratio]]]:
-    """What transformers serves, or nothing where its packages are missing."""
+    """The ways of `transformers serve` and their ratios; none where its packages are missing."""
     if absent := servers.missing():
         print(f"transformers serve is left out: pip install {' '.join(absent)}")
         yield [], []
@@ -80,7 +80,7 @@ def their_ways(directory: Path, in_process: InProcessEngine, threads: int) -> It
 
 
 def latencies(server: Server, in_process: InProcessEngine, count: int) -> dict[str, Any]:
-    """First tokens and gaps, as a client sees them and in the engine alone."""
+    """Milliseconds to the first token and seconds of gaps, as a client sees them and in the engine alone."""
     through = first_token(server, in_process.texts[:count])
     alone = [in_process.first_token(prompt) for prompt in in_process.work.prompts[:count]]
     steps, step = in_process.steps(), in_process.step_seconds()
@@ -96,7 +96,7 @@ def latencies(server: Server, in_process: InProcessEngine, count: int) -> dict[s
 
 
 def show_latencies(title: str, found: dict[str, Any]) -> None:
-    """Print what `latencies` found."""
+    """Print a table of what `latencies` found, in ms and in decode steps."""
     first, came = found["first_token_ms"], found["gaps"]
     rows = [
         ["first token, one request at a time: served", f"{first['served']:.1f} ms"],
@@ -128,7 +128,7 @@ def processor_time(server: Server, in_process: InProcessEngine) -> dict[str, dic
 
 
 def measure(title: str, directory: Path, in_process: InProcessEngine, findings: Findings) -> None:
-    """This project's server and transformers' in turn."""
+    """Measure the engine, this project's server and transformers' in turn."""
     options = findings.options
     # Ray and Serve cost two cores something while they stand idle, too.
     alone = in_process.ways
@@ -143,7 +143,7 @@ def measure(title: str, directory: Path, in_process: InProcessEngine, findings: 
 
 
 def measure_flags(title: str, directory: Path, in_process: InProcessEngine, findings: Findings) -> None:
-    """This project's server under each set of flags, each beside the engine."""
+    """Measure this project's server under each set of flags, each in turn with the engine."""
     rows, options = [], findings.options
     for name, flags in FLAGS.items():
         case = f"{title}, {name}"
@@ -168,7 +168,7 @@ def measure_flags(title: str, directory: Path, in_process: InProcessEngine, find
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
     parser = settings.parser(__doc__, "benchmark-serving")
     parser.add_argument("--flags", action="store_true", help="try Ray Serve's faster paths, instead of the peers")

@@ -31,8 +31,8 @@ import aiohttp
 import httpx
 from transformers import AutoTokenizer
 
-from benchmarks.common import report, servers, settings
-from benchmarks.common.findings import Findings
+from benchmarks.common import report, servers
+from benchmarks.common.findings import Findings, parser_of
 from benchmarks.common.servers import Server
 from deployments.chat.response_templates import LLAMA
 from deployments.demo_model import WEIGHTS
@@ -74,7 +74,7 @@ class Latencies:
 
 
 def loads() -> dict[str, tuple[Load, Load]]:
-    """By name, an ordinary request and the attack."""
+    """Name of an attack -> an ordinary request's load, and the attack's."""
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     space, letter = (tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in (" ", "a"))
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -172,7 +172,7 @@ def under_load(root: str, load: Load) -> Iterator[Any]:
 
 
 def client_of(root: str) -> httpx.Client:
-    """A client with a key."""
+    """A client with the key that the attacks have, too."""
     return httpx.Client(base_url=root, headers={"authorization": f"Bearer {KEY}"}, timeout=LIMIT_S)
 
 
@@ -188,7 +188,7 @@ def short(client: httpx.Client) -> float:
 
 
 def measure(root: str, load: Load, seconds: float, into: Latencies) -> None:
-    """Ask for short completions beside a load, and wait until the server is rid of it."""
+    """Note the seconds of short completions beside a load, and wait until the server is rid of it."""
     with client_of(root) as client:
         short(client)
         with under_load(root, load) as statuses:
@@ -202,7 +202,7 @@ def measure(root: str, load: Load, seconds: float, into: Latencies) -> None:
 
 
 def record(server: Server) -> None:
-    """Store a session that takes long to download."""
+    """Store a session of eight long prompts, which takes long to download."""
     body = {"model": server.model, "prompt": FILLER * 300, "max_tokens": 1, "session_id": SESSION}
     with client_of(server.root) as client:
         for _ in range(8):
@@ -210,7 +210,7 @@ def record(server: Server) -> None:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """A row for each attack."""
+    """A table with a row for each attack: the client's milliseconds beside both loads, and their ratios."""
     rows = []
     for name, one in found.items():
         sides = [f"{1000 * one[side][part]:.0f}" for side in ("ordinary", "attack") for part in ("p50", "p95", "worst")]
@@ -220,7 +220,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def run(server: Server, pairs: dict[str, tuple[Load, Load]], options: Any, findings: Findings) -> None:
-    """Measure each attack, show it, and keep it."""
+    """Measure the client's latency beside each attack and its ordinary request."""
     found: dict[str, dict[str, Any]] = {}
     for name, pair in pairs.items():
         sides = [Latencies(), Latencies()]
@@ -240,23 +240,20 @@ def run(server: Server, pairs: dict[str, tuple[Load, Load]], options: Any, findi
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
-    parser = settings.parser(__doc__, "benchmark-attacks")
+    parser = parser_of(__doc__, "benchmark-attacks", rounds=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each turn")
     parser.add_argument("--only", action="append", help="a part of an attack's name; again for more than one")
-    parser.set_defaults(rounds=3)
     options = parser.parse_args(arguments)
     findings = Findings(options)
     with tempfile.TemporaryDirectory(prefix="vt-attacks-") as name:
-        model, keys = Path(shutil.copytree(WEIGHTS, Path(name) / "model")), Path(name) / "keys"
+        model = Path(shutil.copytree(WEIGHTS, Path(name) / "model"))
         config = json.loads((model / "tokenizer_config.json").read_text())
         config["response_template"]["fields"] = {"tool_calls": LLAMA, "content": {}}
         (model / "tokenizer_config.json").write_text(json.dumps(config))
-        keys.write_text(f"admin:{KEY}\n")
-        keys.chmod(0o600)
         wanted = {name: pair for name, pair in loads().items() if any(part in name for part in options.only or [""])}
-        with servers.vitrine(model, options=[f"api_keys_file={keys}"]) as server:
+        with servers.vitrine(model, flags={"VITRINE_API_KEYS": f"admin:{KEY}"}) as server:
             record(server)
             run(server, wanted, options, findings)
     return findings.close()

@@ -10,18 +10,16 @@ Ends with 1 if the client's grid takes over 1.3 times as long as the engine's, o
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import vitrine
-from benchmarks.common.findings import Findings
+from benchmarks.common.findings import Findings, parser_of
 from benchmarks.common.measuring import Ratio, Run, Way
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
@@ -41,7 +39,6 @@ TARGET = " pens"
 NEW_TOKENS, SCALES = 16, (-2.0, -1.0, 0.0, 1.0, 2.0)
 MOST_RATIO = 1.3  # times as long
 CLOSE = 1e-3  # between logprobs in float32
-RESULTS = Path("results") / "benchmark-experiments"
 
 
 class Both:
@@ -63,12 +60,12 @@ class Both:
         )
 
     def grid_by_client(self) -> tuple[int, Any]:
-        """Forwards, and the target's logprob by token and layer."""
+        """The number of forwards, and the target's logprobs [tokens, layers]."""
         values = self.server.patch_grid(CLEAN, CORRUPT, target=TARGET).values.T
         return values.size, values
 
     def grid_by_engine(self) -> tuple[int, Any]:
-        """The same."""
+        """The same as `grid_by_client`."""
         last = Tokens(self.tokens - 1, self.tokens)
         lens = LensLayers((len(self.points) - 1,), (self.points[-1],), 0, (self.target,), last)
         done = self.engine.generate(
@@ -80,14 +77,14 @@ class Both:
         return len(done), np.array(found).reshape(self.tokens, len(self.points))
 
     def sweep_by_client(self) -> tuple[int, Any]:
-        """Generated tokens, and the texts."""
+        """The number of generated tokens, and each layer's and scale's text."""
         swept = self.server.sweep(
             CLEAN, self.direction, layers=self._layers, scales=SCALES, max_tokens=NEW_TOKENS, ignore_eos=True
         )
         return NEW_TOKENS * len(swept.rows), [row.text for row in swept.rows]
 
     def sweep_by_engine(self) -> tuple[int, Any]:
-        """The same."""
+        """The same as `sweep_by_client`."""
         prompt = self._ids(CLEAN)
         done = self.engine.generate(
             Request(f"{layer} {scale}", prompt, NEW_TOKENS, edits=self._steer(layer, scale), ignore_eos=True)
@@ -113,15 +110,13 @@ class Both:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, show, keep."""
+    """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "benchmark-experiments")
     parser.add_argument("--model", default=SMOLLM2 if (home() / "models" / SMOLLM2).is_dir() else DEMO)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="without a suffix")
     options = parser.parse_args(arguments)
-    options.threads = torch.get_num_threads()
-    findings = Findings(options)
+    torch.set_num_threads(options.threads)
+    findings = Findings(options, unit="forwards or tokens/s")
     engine = Engine(load(source(options.model), dtype="float32", device="cpu"))
     with vitrine.serve(options.model, dtype="float32") as server:
         both = Both(server, engine)

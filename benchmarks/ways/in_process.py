@@ -43,7 +43,7 @@ class InProcessEngine:
 
     @property
     def ways(self) -> list[Way]:
-        """The engine whole, and streaming."""
+        """The engine's two ways: whole answers, and streamed ones."""
         return [self.way(streamed=False), self.way(streamed=True)]
 
     def way(self, streamed: bool) -> Way:

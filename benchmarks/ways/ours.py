@@ -111,7 +111,7 @@ class Forward:
 
 
 def forwards(running: Engine, work: Work) -> list[Forward]:
-    """What the engine runs for this work, forward by forward."""
+    """The forwards that the engine runs for this work, in order."""
     model, found = running.model, list[Forward]()
     run = model.forward
 
@@ -126,7 +126,7 @@ def forwards(running: Engine, work: Work) -> list[Forward]:
 
 
 def cache_for(schedule: Sequence[Forward], running: Engine) -> PagedCache:
-    """Pages for these forwards."""
+    """A cache with as many pages as these forwards name."""
     most = max(page for forward in schedule for span in forward.spans for page in span.kv.pages)
     return PagedCache(most + 1, like=running.cache)
 

@@ -21,7 +21,7 @@ logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
 
 @dataclass(frozen=True)
 class Work:
-    """What every way does.
+    """What every way generates from.
 
     Attributes:
         prompts: Token ids of each request.
@@ -34,7 +34,7 @@ class Work:
     device: str = "cpu"
 
     def settings(self) -> GenerationConfig:
-        """The same in transformers' words."""
+        """The same as transformers' generation config."""
         return GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False, max_new_tokens=self.new_tokens, pad_token_id=0, eos_token_id=None
         )
@@ -47,37 +47,30 @@ class Work:
         return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
 
 
-class Clones:
-    """Forward hooks that clone the output of every layer, as one reads activations without nnsight."""
+@contextlib.contextmanager
+def cloned(hf: Any, capture: bool) -> Iterator[None]:
+    """With `capture`, clone the output of every layer by forward hooks, as one reads activations without nnsight."""
+    kept: list[torch.Tensor] = []
 
-    def __init__(self, hf: Any) -> None:
-        self._layers = hf.get_decoder().layers
-        self._kept: list[torch.Tensor] = []
-
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        """Record while open, and forget it all at the end."""
-        hooks = [layer.register_forward_hook(self._keep) for layer in self._layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            assert self._kept
-            self._kept.clear()
-
-    def _keep(self, _: Any, __: Any, output: Any) -> None:
+    def keep(_: Any, __: Any, output: Any) -> None:
         hidden = output if isinstance(output, torch.Tensor) else output[0]
-        self._kept.append(hidden.to("cpu", copy=True))
+        kept.append(hidden.to("cpu", copy=True))
+
+    hooks = [layer.register_forward_hook(keep) for layer in hf.get_decoder().layers if capture]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert bool(kept) == capture
 
 
 def static_generate(hf: Any, work: Work, capture: bool = False) -> Way:
     """`generate` on one perfect batch: all prompts at once, padded on the left, nobody joining or leaving."""
     ids, mask = work.padded()
-    clones = Clones(hf) if capture else contextlib.nullcontext()
 
     def run() -> Tokens:
-        with torch.inference_mode(), clones.on() if isinstance(clones, Clones) else clones:
+        with torch.inference_mode(), cloned(hf, capture):
             out = hf.generate(ids, attention_mask=mask, generation_config=work.settings())
         return [row[ids.shape[1] :] for row in out.tolist()]
 
@@ -114,12 +107,11 @@ def generate_batch(
     """
     options = BATCHING[torch.device(work.device).type] if options is None else options
     config = ContinuousBatchingConfig(**options)
-    clones = Clones(hf) if capture else contextlib.nullcontext()
 
     def run() -> Tokens:
         settings = work.settings()
         settings.eos_token_id = -1  # its way of saying that there is none
-        with clones.on() if isinstance(clones, Clones) else clones:
+        with cloned(hf, capture):
             out = hf.generate_batch(
                 inputs=work.prompts,
                 generation_config=settings,

@@ -29,7 +29,7 @@ KV_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Scenario:
-    """What runs.
+    """What runs while memory is watched.
 
     Attributes:
         name: How tables and pictures call it.
@@ -56,7 +56,7 @@ class Scenario:
 
 @dataclass
 class MemorySample:
-    """What was seen.
+    """The memory of one scenario over time.
 
     Attributes:
         times: [samples] seconds since the request was sent.

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 def run(script: str, results: Path, *options: str, env: dict[str, str] | None = None) -> tuple[str, dict]:
     """What a benchmark prints, and the numbers it keeps."""
-    command = [sys.executable, "-m", f"benchmarks.{script}", *SMALL, f"--results={results}", *options]
+    command = [sys.executable, "-m", f"benchmarks.{script}", f"--results={results}", *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert "Traceback" not in done.stderr, done.stderr
     found = json.loads(results.with_suffix(".json").read_text())
@@ -33,7 +33,7 @@ def run(script: str, results: Path, *options: str, env: dict[str, str] | None = 
 @pytest.mark.long
 def test_the_engine_is_measured_beside_its_peers(tmp_path):
     options = ["--wide-model=tiny", "--dtype=float32", "--dtype=bfloat16"]
-    printed, found = run("engine", tmp_path / "engine", *options)
+    printed, found = run("engine", tmp_path / "engine", *SMALL, *options)
     case = found["cases"]["tiny, float32, cpu"]
     assert set(found["cases"]["tiny, bfloat16, cpu"]) == set(case)
     assert set(case) == {"ways", "arrivals", "gaps", "wide", "floor"}
@@ -50,8 +50,31 @@ def test_the_engine_is_measured_beside_its_peers(tmp_path):
 
 
 @pytest.mark.long
+def test_decode_steps_are_measured_beside_a_busy_process(tmp_path):
+    printed, found = run("engine.waiting", tmp_path / "waiting", *SMALL, "--dtype=float32")
+    parts = {f"{rows} at once, {beside}" for rows in (1, 8, 32) for beside in ("alone", "beside a busy process")}
+    assert set(found["cases"]["tiny, float32"]) == parts
+    assert "a decode step, ms" in printed
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [["script", "engine"], pytest.param(["script", "engine", "collect", "served", "requests"], marks=pytest.mark.long)],
+    ids=["in process", "all"],
+)
+def test_ways_to_collect_are_measured_and_store_the_same_rows(tmp_path, ways):
+    options = ["--model=vitrine-demo", "--dtype=float32", "--prompts=3", "--rounds=1", "--threads=1"]
+    _, found = run("activations.collecting", tmp_path / "collecting", *options, "--way", *ways)
+    (case,) = found["cases"].values()
+    for part in ("short prompts, last token", "long prompts, all tokens"):
+        assert len(case[part]["ways"]) == len(ways)
+        assert sum(name.startswith(f"{part}, largest difference") for name in case) == len(ways) - 2
+    assert not found["failed"]  # as where rows differ
+
+
+@pytest.mark.long
 def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
-    _, found = run("engine.memory", tmp_path / "memory", "--slow-disk=1e6", "--others=1")
+    _, found = run("engine.memory", tmp_path / "memory", *SMALL, "--slow-disk=1e6", "--others=1")
     case = found["cases"]["tiny, float32"]
     plain, slow = case["capture"], case["capture, slow disk, beside others"]
     assert list(plain["marks"]) == ["prompt in", "finished", "stored"]
@@ -65,10 +88,7 @@ def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
 def test_reading_is_measured_beside_a_memory_map_and_leaves_no_rows(tmp_path):
     results = tmp_path / "results" / "reading"
     options = ["--bytes=2e7", "--segment-bytes=6000000", "--rounds=1", "--batch-size=100", f"--directory={tmp_path}"]
-    command = [sys.executable, "-m", "benchmarks.activations.reading", *options, f"--results={results}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    found = json.loads(results.with_suffix(".json").read_text())
-    assert done.returncode == bool(found["failed"]), done.stdout + done.stderr
+    _, found = run("activations.reading", results, *options)
     assert not [reason for reason in found["failed"] if "not those that were written" in reason]
     (case,) = found["cases"].values()
     assert "rows, shuffled / map, shuffled" in case["reading"]["ratios"]
@@ -78,7 +98,7 @@ def test_reading_is_measured_beside_a_memory_map_and_leaves_no_rows(tmp_path):
 @pytest.mark.long
 def test_serving_is_measured_beside_the_engine_and_leaves_nothing_running(tmp_path):
     mark = {"STARTED_BY": str(tmp_path)}  # children inherit it
-    printed, found = run("serving", tmp_path / "serving", "--dtype=float32", env={**os.environ, **mark})
+    printed, found = run("serving", tmp_path / "serving", *SMALL, "--dtype=float32", env={**os.environ, **mark})
     case = found["cases"]["tiny, float32"]
     assert "served, whole / engine in process" in case["ways"]["ratios"]
     assert all(same == of for same, of in case["ways"]["same_outputs"].values())
@@ -98,11 +118,8 @@ def marked(process: psutil.Process, mark: str) -> bool:
 @pytest.mark.long
 def test_writing_is_measured_beside_the_disk_and_leaves_nothing(tmp_path):
     results = tmp_path / "results" / "writing"
-    options = ["--bytes=2e7", "--rounds=1", "--at-once=2", f"--directory={tmp_path}", f"--results={results}"]
-    command = [sys.executable, "-m", "benchmarks.activations.writing", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    found = json.loads(results.with_suffix(".json").read_text())
-    assert done.returncode == bool(found["failed"]), done.stdout + done.stderr
+    options = ["--bytes=2e7", "--rounds=1", "--at-once=2", f"--directory={tmp_path}"]
+    _, found = run("activations.writing", results, *options)
     (case,) = found["cases"].values()
     required = {"writer / disk", "writer, long / disk"}
     told = {"writer, small / disk", "disk, summed / disk", "writer / disk, summed"}
