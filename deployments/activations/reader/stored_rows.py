@@ -10,9 +10,9 @@ from safetensors.torch import save
 
 from deployments.activations.facts import Entry, PointType
 from deployments.activations.files.places import DamagedError, File
-from deployments.activations.reader.loading import column_of, whole_run
+from deployments.activations.reader.loading import column_of
 from deployments.activations.segments.schema import DTYPES, segment_facts
-from deployments.activations.segments.segments import WholeRun
+from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
 
@@ -26,8 +26,8 @@ def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens:
     side. RequestError names the field of `from` if there is no such point or token, or more than `most` bytes;
     FileNotFoundError if the file is gone, DamagedError if it does not hold all of the run.
     """
-    run = whole_run(file, entry.facts.run_id, entry.offset)
-    if run is None:
+    run = next(whole_runs(file, entry.offset), None)
+    if run is None or run.facts.run_id != entry.facts.run_id:
         raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
     types, modules = run.types, segment_facts(run.batches[0].schema).modules
     names = [_recorded(point, list(types), modules) for point in points]
