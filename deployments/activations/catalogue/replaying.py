@@ -200,12 +200,12 @@ def _apply(change: Change, name: str, lines: Iterable[Line], manifest: Manifest)
 
 
 def begun(manifest: Manifest) -> sqlite3.Connection:
-    """A catalogue's database, in memory, as `fill_new` makes it."""
+    """A catalogue's database as of `in_memory`, filled as by `fill_new`."""
     with tempfile.TemporaryDirectory() as folder:
         fill_new(manifest, path := Path(folder, "snapshot"))
         if not path.exists():
             return in_memory()
-        made = connected(":memory:")
+        made = connected("")
         with contextlib.closing(connected(path)) as filled:
             filled.backup(made)
         return made
