@@ -57,7 +57,7 @@ LAYERS = [
     "deployments.activations.reader",
     "deployments.activations.catalogue",
     "deployments.activations.segments",
-    "deployments.activations.uploads",
+    "deployments.client_data",
     "deployments.activations.state",
     "deployments.activations.files",
     "deployments.activations.facts",

@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from deployments.activations.actors.reader import survived
 from deployments.activations.facts import Account, StoreError
-from deployments.activations.uploads.tensors import pick, split
+from deployments.client_data.tensors import pick, split
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.places.points import Points

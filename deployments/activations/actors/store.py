@@ -86,12 +86,12 @@ class ActivationStore(RunReceiver):
         from deployments.activations.nodes.files import NodePlace
         from deployments.activations.state.nodes import Nodes
         from deployments.activations.state.owners import Owners
-        from deployments.activations.state.profiles import StoredProfiles
         from deployments.activations.state.state import Pins, saved_limits
-        from deployments.activations.uploads.readouts import ReadoutFiles
-        from deployments.activations.uploads.tensors import TensorFiles
         from deployments.activations.writer.recovery import open_directory
         from deployments.activations.writer.room import DiskCheck
+        from deployments.client_data.profiles import StoredProfiles
+        from deployments.client_data.readouts import ReadoutFiles
+        from deployments.client_data.tensors import TensorFiles
 
         restrict(Path(root))
         self._asked, self._root, self._life = root, Path(root).resolve(), life

@@ -10,8 +10,8 @@ import pytest
 
 from deployments.activations.facts import Account, StoreError
 from deployments.activations.state.owners import Owners
-from deployments.activations.state.profiles import StoredProfiles
 from deployments.activations.state.state import NAME, Pins
+from deployments.client_data.profiles import StoredProfiles
 from deployments.points.profiles import Profile
 
 ALICE, BOB = Account("alice", is_admin=False), Account("bob", is_admin=False)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from deployments.activations.facts import OPERATOR, Account
-from deployments.activations.uploads.files import ClientFile, ClientFiles
+from deployments.client_data.files import ClientFile, ClientFiles
 from deployments.points.readouts import ReadoutSpec
 from deployments.readouts.checks import Definition, define
 

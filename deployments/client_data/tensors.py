@@ -11,7 +11,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load
 
 from deployments.activations.facts import OPERATOR, Account
-from deployments.activations.uploads.files import ClientFile, ClientFiles
+from deployments.client_data.files import ClientFile, ClientFiles
 from deployments.errors import RequestError
 from deployments.points.names import dtype_name
 
