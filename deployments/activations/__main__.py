@@ -26,8 +26,8 @@ class UserError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where it did what was asked, 1 where it could not, 2 where it was not understood."""
-    from deployments.activations.files.disk import restrict
     from deployments.activations.reader.pulling import PullError
+    from deployments.permissions import restrict
 
     args = _parser().parse_args(argv)
     try:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from deployments.activations.facts import OPERATOR, Account, explained
+from deployments.accounts import OPERATOR, Account
+from deployments.activations.facts import explained
 from deployments.activations.files.disk import found, remove, write
 from deployments.errors import RequestError
 

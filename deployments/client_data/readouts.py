@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from deployments.activations.facts import OPERATOR, Account
+from deployments.accounts import OPERATOR, Account
 from deployments.client_data.files import ClientFile, ClientFiles
 from deployments.points.readouts import ReadoutSpec
 from deployments.readouts.checks import Definition, define

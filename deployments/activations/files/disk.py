@@ -13,7 +13,6 @@ import fcntl
 import logging
 import os
 import secrets
-import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -193,13 +192,3 @@ def files_of(folder: Path) -> Iterator[SessionFile]:
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
                 state = item.stat(follow_symlinks=False)
                 yield SessionFile(folder.name, Path(item.path), state.st_size, state.st_mtime_ns)
-
-
-def restrict(folder: Path) -> None:
-    """Let new files and directories of this process have at most the permissions of `folder`.
-
-    Where it is missing, they are for the user alone. Nobody else may ever write. This sets the process's umask: it is
-    for actors and commands, not for a library's functions.
-    """
-    granted = stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else 0o700
-    os.umask(0o022 | 0o077 & ~granted)

@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.files.disk import PULLED, held
-from deployments.activations.reader.paging import NoPageError, Paging
 from deployments.activations.segments import checksums
 from deployments.options import fits_header
+from deployments.paging import NoPageError, Paging
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
 _BUFFER = 1 << 20

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
-from deployments.activations.facts import Account, StoreError, check_session_id, names_a_session
+from deployments.accounts import Account
+from deployments.activations.facts import StoreError, check_session_id, names_a_session
 from deployments.activations.state.state import State
 from deployments.errors import RequestError
 

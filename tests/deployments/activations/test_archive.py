@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load as tensors
 
+from deployments.accounts import Account
 from deployments.activations import load, runs
 from deployments.activations.__main__ import main
 from deployments.activations.actors.store import ActivationStore
@@ -28,7 +29,7 @@ from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import has_caught_up, record
 from deployments.activations.export.exports import export
-from deployments.activations.facts import Account, FileUpdate, StoreError, name_of
+from deployments.activations.facts import FileUpdate, StoreError, name_of
 from deployments.activations.filters import Choice
 from deployments.activations.limits import Retention
 from deployments.activations.reader.sources import segments

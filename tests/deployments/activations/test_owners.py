@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load as tensors
 from safetensors.torch import save
 
+from deployments.accounts import OPERATOR, Account
 from deployments.activations.actors.store import ActivationStore
-from deployments.activations.facts import OPERATOR, Account, StoreError
+from deployments.activations.facts import StoreError
 from deployments.activations.filters import EVERYTHING, Choice
 from deployments.activations.limits import Retention
 from deployments.activations.state import owners as owners_module

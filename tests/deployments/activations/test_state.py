@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deployments.activations.facts import Account, StoreError
+from deployments.accounts import Account
+from deployments.activations.facts import StoreError
 from deployments.activations.state.owners import Owners
 from deployments.activations.state.state import NAME, Pins
 from deployments.client_data.profiles import StoredProfiles
@@ -45,7 +46,7 @@ def test_what_was_answered_is_there_after_a_kill(tmp_path):
     """Another process pins, claims and is killed as soon as it has said so; a reader sees it meanwhile."""
     script = f"""
 from pathlib import Path
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from deployments.activations.state.owners import Owners
 from deployments.activations.state.state import Pins
 root = Path({str(tmp_path)!r})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from deployments.client_data import readouts
 from deployments.client_data.readouts import ReadoutFiles
 from deployments.errors import RequestError

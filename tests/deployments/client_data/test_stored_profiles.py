@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.activations.facts import OPERATOR, Account
+from deployments.accounts import OPERATOR, Account
 from deployments.client_data import profiles as stored_profiles
 from deployments.client_data.profiles import MAX_BYTES, StoredProfiles
 from deployments.errors import RequestError
