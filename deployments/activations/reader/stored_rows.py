@@ -108,7 +108,7 @@ def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
         if here.any():
             wanted = index[here] - start
             low, high = int(wanted.min()), int(wanted.max()) + 1
-            at = batch.place(batch.outline([name])[name], width) + low * width
+            at = batch.place(batch.select([name], whole=False)[name], width) + low * width
             values = torch.frombuffer(batch.read(at, (high - low) * width), dtype=rows.dtype)
             rows[here] = values.view(high - low, *shape)[wanted - low]
         start += batch.num_rows
