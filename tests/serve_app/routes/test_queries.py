@@ -1,4 +1,4 @@
-"""Every route rejects an unknown query parameter by its name."""
+"""Every route rejects unknown and malformed query parameters by their names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from deployments.errors import RequestError
 from deployments.options import Options
 from serve_app.api import build_api
 from serve_app.http.keys import Keys
+from serve_app.routes.activations import tag_pairs
 
 APP = build_api(SimpleNamespace(data=None, reads_unowned=False), Options(), Keys())  # type: ignore[arg-type]
 OPEN = {("get", "/health")}  # load balancers add parameters of their own
@@ -65,3 +67,10 @@ def test_no_route_and_a_wrong_method_are_told_before_their_queries():
 def test_pages_for_browsers_take_any_query():
     assert sent("get", "/docs?surprise=1").status_code == 200
     assert sent("get", "/openapi.json?surprise=1").status_code == 200
+
+
+@pytest.mark.parametrize("text", ["", "x", "=x"])
+def test_a_tag_without_a_name_is_refused(text):
+    with pytest.raises(RequestError, match="name=value"):
+        tag_pairs(["a=b", text])
+    assert tag_pairs(["a=b=c", "d="]) == (("a", "b=c"), ("d", ""))
