@@ -14,9 +14,8 @@ from deployments.activations.reader.loading import column_of
 from deployments.activations.segments.schema import DTYPES, segment_facts
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
+from deployments.points.names import some
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
-
-MOST_NAMED = 20  # points of a run that a refusal lists
 
 
 def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
@@ -46,9 +45,8 @@ def _recorded(names: Sequence[str], recorded: Sequence[str], modules: Mapping[st
     found = next((name for name in names if name in recorded), None)
     found = found or next((by_module[name] for name in names if name in by_module), None)
     if found is None:
-        more = ", ..." if len(recorded) > MOST_NAMED else ""
-        there_are = ", ".join(recorded[:MOST_NAMED]) + more
-        raise RequestError(f"the run did not record {names[0]}; it has {there_are}", "from.point", "point_not_recorded")
+        message = f"the run did not record {names[0]}; it has {some(recorded)}"
+        raise RequestError(message, "from.point", "point_not_recorded")
     return found
 
 
