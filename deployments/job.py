@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.activations.facts import OPERATOR, Account
+from deployments.accounts import OPERATOR, Account
 from deployments.engine.request import Sampling
 from deployments.errors import RequestError
 from deployments.messages import Refusal

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pyarrow as pa
 
-from deployments.activations.reader.paging import Paging
+from deployments.paging import Paging
 
 CAPTURE = {"layers": "all", "sites": ["output"], "tokens": "all"}
 

@@ -26,8 +26,8 @@ class UserError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where it did what was asked, 1 where it could not, 2 where it was not understood."""
-    from deployments.activations.files.disk import restrict
     from deployments.activations.reader.pulling import PullError
+    from deployments.permissions import restrict
 
     args = _parser().parse_args(argv)
     try:
@@ -47,11 +47,11 @@ def _ls(args: argparse.Namespace) -> int:
 
     catalogue = Catalogue.copied(args.dir)  # a server may run, whose database is its own
     if args.session is None:
-        found = catalogue.sessions(sys.maxsize)
-        heads = ("session", "runs", "tokens", "size", "updated", "models")
-        rows = [(one["id"], one["runs"], one["tokens"], one["bytes"], one["updated"], one["models"]) for one in found]
-        told = [(*row[:3], size(row[3]), time(row[4]), ", ".join(row[5])) for row in rows]
-        table(heads, told, right="runs tokens size")
+        rows = [
+            (one["id"], one["runs"], one["tokens"], size(one["bytes"]), time(one["updated"]), ", ".join(one["models"]))
+            for one in catalogue.sessions(sys.maxsize)
+        ]
+        table(("session", "runs", "tokens", "size", "updated", "models"), rows, right="runs tokens size")
         return 0
     runs = catalogue.runs(Filter(args.session), None)
     if not runs:

@@ -1,4 +1,4 @@
-"""Facts about stored activations, errors of the store, and accounts. Imports neither torch nor Arrow."""
+"""Facts about stored activations, and errors of the store. Imports neither torch nor Arrow."""
 
 from __future__ import annotations
 
@@ -54,26 +54,6 @@ def explained(root: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise explain(root, error) from error
-
-
-@dataclass(frozen=True)
-class Account:
-    """Who asks: `owner` of what they make (None on a server without keys), `is_admin`, `reads_unowned`."""
-
-    owner: str | None = None
-    is_admin: bool = True
-    reads_unowned: bool = False
-
-    def may_read(self, owner: str | None, shared: bool = False) -> bool:
-        """Whether they may read what has this owner, or none."""
-        return shared or self.may_change(owner) or (owner is None and self.reads_unowned)
-
-    def may_change(self, owner: str | None) -> bool:
-        """Whether they may add to, change and delete what has this owner, or none."""
-        return self.is_admin or (owner is not None and owner == self.owner)
-
-
-OPERATOR = Account()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from deployments.errors import RequestError
@@ -25,14 +24,6 @@ class Filter(NamedTuple):
 
 
 EVERYTHING = Filter()
-
-
-def tag_pairs(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Tags written as `name=value`; the name ends at the first `=`. ValueError if one has no name or no `=`."""
-    pairs = [text.partition("=") for text in texts]
-    if (wrong := next(("".join(pair) for pair in pairs if not (pair[0] and pair[1])), None)) is not None:
-        raise ValueError(f"tag {wrong[:140]!r} must be name=value")
-    return tuple((name, value) for name, _, value in pairs)
 
 
 class Choice(NamedTuple):

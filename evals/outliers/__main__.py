@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deployments.activations.files.disk import restrict
 from deployments.options import home
+from deployments.permissions import restrict
 from evals.config import EvalError
 from evals.outliers import features, massive
 from evals.outliers.census import Ablation, census

@@ -11,7 +11,7 @@ import torch
 
 from deployments.activations.reader.row_index import index_rows
 from deployments.activations.reader.row_reader import RowReader
-from deployments.activations.reader.selection import MOST_NAMED, by_schema
+from deployments.activations.reader.selection import by_schema
 from deployments.activations.reader.sources import segments
 from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import whole_runs
@@ -99,7 +99,7 @@ class Stored:
         self.index = index_rows(source, self.points, session=session)
         widths = {name: math.prod(self.index.columns[name].shape) for name in self.points}
         if len(set(widths.values())) > 1:
-            listed = ", ".join(f"{name} {width}" for name, width in list(widths.items())[:MOST_NAMED])
+            listed = some([f"{name} {width}" for name, width in widths.items()])
             raise EvalError(f"{option}: all points need the same width; these have {listed}")
         self.width = widths[self.points[0]]
         self.most = max(1, BATCH_BYTES // self.index.row_bytes)

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"evals.probes: {error}", file=sys.stderr)
         return 2
-    from deployments.activations.files.disk import restrict
+    from deployments.permissions import restrict
     from evals.config import EvalError
     from evals.probes.sweep_options import parse
 

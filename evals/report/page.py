@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from deployments.activations.files.disk import restrict
+from deployments.permissions import restrict
 from evals.config import EvalError
 from evals.report.charts import SHARES, around_zero, histogram, lines, stacked
 from evals.report.page_data import blocks

@@ -11,7 +11,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 import httpx
 
-from deployments.activations.reader.paging import NoPageError, Paging
+from deployments.paging import NoPageError, Paging
 from evals.server.answers import (
     AnswerLate,
     Kind,

@@ -12,9 +12,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from deployments.accounts import Account
 from deployments.activations.actors.reader import survived
 from deployments.activations.actors.store import Deleted
-from deployments.activations.facts import Account, StoreError
+from deployments.activations.facts import StoreError
 from deployments.activations.filters import Choice, DownloadInfo, Filter
 from deployments.client_code.board import connect as board
 from deployments.errors import RequestError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from serve_app.backend.waiting import stored
 from serve_app.http.errors import ApiError
 from serve_app.http.ranges import Download

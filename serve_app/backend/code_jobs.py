@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from deployments.client_code.job import CodeJob, ModelKey, Update
 from deployments.options import Options
 from serve_app.backend.model_registry import Models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from serve_app.backend.client_data import ClientData
 from serve_app.backend.model_registry import Models
 from serve_app.http.errors import ApiError

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from deployments.activations.filters import Choice
 from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query
@@ -10,7 +11,7 @@ from fastapi.responses import Response
 
 import serve_app.openapi_examples as examples
 from deployments.activations.facts import check_session_id
-from deployments.activations.filters import Choice, Filter, tag_pairs
+from deployments.activations.filters import Choice, Filter
 from deployments.errors import RequestError
 from serve_app.http.middleware import BYTES
 from serve_app.http.ranges import Ranged, page
@@ -46,11 +47,15 @@ async def _filter(
         Query(description="Only these runs: ids, repeated or separated by commas.", max_length=MOST_NAMES),
     ] = None,
 ) -> Filter:
-    runs = _apart(run, "run")
-    try:
-        return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()), runs=runs)
-    except ValueError as error:
-        raise RequestError(str(error), "tag") from error
+    return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()), runs=_apart(run, "run"))
+
+
+def tag_pairs(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Tags written as `name=value`; the name ends at the first `=`. RequestError if one has no name or no `=`."""
+    pairs = [text.partition("=") for text in texts]
+    if (wrong := next(("".join(pair) for pair in pairs if not (pair[0] and pair[1])), None)) is not None:
+        raise RequestError(f"tag {wrong[:140]!r} must be name=value", "tag")
+    return tuple((name, value) for name, _, value in pairs)
 
 
 DataFormat = Literal["arrow", "safetensors", "npz", "pt"]

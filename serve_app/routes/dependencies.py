@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 from fastapi.dependencies.models import Dependant
 from starlette.requests import HTTPConnection
 
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from deployments.errors import RequestError, nearest
 from serve_app.backend.backend import Backend
 from serve_app.http.guard import Sender

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import serve_app.openapi_examples as examples
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.messages import Message

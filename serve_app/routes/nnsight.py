@@ -21,7 +21,7 @@ from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocketDisconnect
 
 import serve_app.openapi_examples as examples
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from deployments.client_code.job import ModelKey, Update
 from deployments.errors import RequestError
 from serve_app.backend.code_jobs import CodeJobs

@@ -18,8 +18,9 @@ from weakref import WeakValueDictionary
 
 import ray
 
+from deployments.accounts import OPERATOR, Account
 from deployments.activations.actors.store import find
-from deployments.activations.facts import OPERATOR, Account, StoreError, explain
+from deployments.activations.facts import StoreError, explain
 from deployments.activations.filters import (
     EVERYTHING,
     IDLE_S,

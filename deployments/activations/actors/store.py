@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ray
 
-from deployments.activations.facts import OPERATOR, Account, StoreError, explained
+from deployments.accounts import OPERATOR, Account
+from deployments.activations.facts import StoreError, explained
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.cluster import actors, node_writers, releases_nodes
 from deployments.activations.nodes.receiving import Home, RunReceiver, awaited
@@ -82,17 +83,17 @@ class ActivationStore(RunReceiver):
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.archive.archive import Archive, check_bucket
         from deployments.activations.catalogue.catalogue import Catalogue
-        from deployments.activations.files.disk import restrict
         from deployments.activations.files.places import place_of
         from deployments.activations.nodes.files import NodePlace
         from deployments.activations.state.nodes import Nodes
         from deployments.activations.state.owners import Owners
-        from deployments.activations.state.profiles import StoredProfiles
         from deployments.activations.state.state import Pins, saved_limits
-        from deployments.activations.uploads.readouts import ReadoutFiles
-        from deployments.activations.uploads.tensors import TensorFiles
         from deployments.activations.writer.recovery import open_directory
         from deployments.activations.writer.room import DiskCheck
+        from deployments.client_data.profiles import StoredProfiles
+        from deployments.client_data.readouts import ReadoutFiles
+        from deployments.client_data.tensors import TensorFiles
+        from deployments.permissions import restrict
 
         restrict(Path(root))
         self._asked, self._root, self._life = root, Path(root).resolve(), life

@@ -109,15 +109,15 @@ def read_only(root: Path) -> sqlite3.Connection:
 
 
 def in_memory() -> sqlite3.Connection:
-    """An empty database in memory."""
-    made = connected(":memory:")
+    """An empty database in memory, of which what the cache does not hold is in a temporary file."""
+    made = connected("")
     lay_out(made, 0)
     return made
 
 
 def copied(root: Path) -> sqlite3.Connection:
-    """A copy in memory of a directory's database, if that can be trusted, else an empty one."""
-    copy = connected(":memory:")
+    """A copy of a directory's database as of `in_memory`, if that can be trusted, else an empty one."""
+    copy = connected("")
     try:
         with closing(read_only(root)) as kept:
             kept.backup(copy)

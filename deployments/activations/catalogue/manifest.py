@@ -75,7 +75,8 @@ class Manifest:
                 raise ValueError(f"{self._folder}/{name} is damaged, and runs may be missing: {error}") from error
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            yield from pool.map(read_one, names)
+            for first in range(0, len(names), _AT_ONCE):  # others are not read ahead into memory
+                yield from pool.map(read_one, names[first : first + _AT_ONCE])
 
     def fetch(self, snapshot: str, to: Path) -> None:
         """Write a snapshot's database to a file; OSError if the snapshot is damaged."""

@@ -111,7 +111,7 @@ def _outline(run: WholeRun, number: int) -> tuple[pa.RecordBatch, dict[str, str]
     names = [name for name in batch.schema.names if name in COLUMNS or name in run.types]
     is_last = number + 1 == len(run.batches)
     (metadata,) = batch_metadata(run.facts.run_id, number, 1, run.facts if is_last else None)
-    return batch.outline(names), metadata | written({name: sums[name] for name in names if name in sums})
+    return batch.select(names, whole=False), metadata | written({name: sums[name] for name in names if name in sums})
 
 
 def _messages(file: File, wanted: Wanted, sizes: Sequence[int], first: int, end: int) -> Iterator[Buffer]:

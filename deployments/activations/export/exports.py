@@ -42,14 +42,12 @@ def export(
 ) -> list[Path]:
     """Write stored runs as files of another format into a directory, which is made if it is missing.
 
-    `pt`: for each run and point `activations_{session}_{run}_layer_12_input_layernorm_output.pt`, one tensor `[1, rows,
-    ...features]`. `safetensors`, `npz`: for each run `activations_{session}_{run}.npz`, with each point by its name,
-    `position` and `token_id`; numpy has no bfloat16, which becomes float32 there. `parquet`:
-    `activations_{session}.parquet`, and `..._2.parquet` and so on for runs of other points; a row for each token,
-    points as lists of fixed size, bfloat16 as its bits in uint16 with the dtype in the field's metadata. `hf`: the same
-    as directories `activations_{session}.hf` that `datasets.load_from_disk` opens, points as lists nested as they are
-    shaped, bfloat16 as float32. Attention patterns are padded, `[rows, heads, widest]`, with `<point>.lengths` beside
-    them (of `pt`, a file `..._lengths.pt`); `parquet` and `hf` have them as lists of their own length.
+    `pt` has a file for each run and point, one tensor `[1, rows, ...features]`; `safetensors` and `npz` one for each
+    run, its points by their names, `position` and `token_id`; `parquet` and `hf` (a directory that
+    `datasets.load_from_disk` opens) one for all runs of a session with the same points, a row for each token. bfloat16
+    is float32 in `npz` and `hf`, and its bits in uint16 in `parquet`. Attention patterns are padded, `[rows, heads,
+    widest]`, with `<point>.lengths` beside them (of `pt`, a file `..._lengths.pt`); `parquet` and `hf` have them as
+    lists of their own length.
 
     `source`, `session`, `run` and `points` are as for `index_rows`. Returns the files; of `hf`, the directories.
     RequestError, a ValueError, if there is no such run or point; ValueError if there is no such format, or its package

@@ -13,7 +13,6 @@ import fcntl
 import logging
 import os
 import secrets
-import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -83,18 +82,6 @@ def locked(path: Path, make: bool = True) -> int:
     return lock
 
 
-def found(root: Path, folder: str) -> Iterator[os.DirEntry[str]]:
-    """The files of a folder, if it is there; links are not followed, and what a crash cut short is removed."""
-    where = root / folder
-    if not where.is_dir() or where.is_symlink():
-        return
-    for item in list(os.scandir(where)):
-        if item.name.startswith(NEW):
-            remove_unfinished(item)
-        elif item.is_file(follow_symlinks=False):
-            yield item
-
-
 def remove_unfinished(item: os.DirEntry[str]) -> None:
     """Remove a file that was never answered, unless a process is writing it."""
     with contextlib.suppress(OSError):
@@ -128,14 +115,6 @@ def write(root: Path, folder: str, name: str, data: bytes) -> float:
                     os.unlink(unfinished, dir_fd=place)
                 raise
     return modified
-
-
-def remove(root: Path, folder: str, name: str) -> None:
-    """Remove a file; it is gone when this returns, also where it was not there."""
-    with directory(root) as top, directory(folder, top) as place:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=place)
-        os.fsync(place)
 
 
 class Mount:
@@ -193,13 +172,3 @@ def files_of(folder: Path) -> Iterator[SessionFile]:
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
                 state = item.stat(follow_symlinks=False)
                 yield SessionFile(folder.name, Path(item.path), state.st_size, state.st_mtime_ns)
-
-
-def restrict(folder: Path) -> None:
-    """Let new files and directories of this process have at most the permissions of `folder`.
-
-    Where it is missing, they are for the user alone. Nobody else may ever write. This sets the process's umask: it is
-    for actors and commands, not for a library's functions.
-    """
-    granted = stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else 0o700
-    os.umask(0o022 | 0o077 & ~granted)

@@ -18,7 +18,7 @@ from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
 from deployments.activations.facts import FileUpdate, StoreError, explained, name_of
-from deployments.activations.files.disk import restrict, write
+from deployments.activations.files.disk import write
 from deployments.activations.files.machines import Heartbeat, local_locks
 from deployments.activations.files.places import place_of
 from deployments.activations.nodes.cluster import is_released
@@ -29,6 +29,7 @@ from deployments.activations.state.nodes import Deletion, Node, uri_of
 from deployments.activations.writer.recovery import MARK, open_directory
 from deployments.activations.writer.room import DiskCheck
 from deployments.activations.writer.writer import Writer
+from deployments.permissions import restrict
 
 _OWN = ".node"  # in a directory that a node keeps for itself; no session id begins with '.'
 _ASK_S = 10.0  # that a run waits for a store that starts

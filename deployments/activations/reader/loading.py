@@ -13,7 +13,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType, RunFacts, SegmentFacts
-from deployments.activations.files.places import DamagedError, File, Source, source_of
+from deployments.activations.files.places import DamagedError, Source, source_of
 from deployments.activations.reader.sources import find_runs, is_run_id, locate, segments
 from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.checksums import damaged
@@ -78,11 +78,11 @@ def load(
     if is_run_id(source) and run_id in (None, source):
         run_id = str(source)
         _, source, offset = locate(run_id, root)
-    place, offset = _holding(source_of(source), run_id, offset)
+    place = source_of(source)
     matching = _matching(place, run_id, offset)
     found = next(matching, None)
     if found is None or (run_id is None and not offset and next(matching, None)):
-        some = ", ".join(islice((run.facts.run_id for run in _runs_in(place)), 5))
+        some = ", ".join(islice((run.facts.run_id for run in _matching(place)), 5))
         wanted = "one run" if run_id is None else f"run {run_id!r}"
         raise ValueError(f"{place} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
     segment = segment_facts(found.batches[0].schema)
@@ -130,38 +130,19 @@ def _check(run: WholeRun, batches: Sequence[pa.RecordBatch], points: Sequence[st
 
 def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
     """The whole runs of a file or directory (as for `load`), in the order of their requests and of their choices."""
-    found = (run.facts for run in _runs_in(source_of(source)))
+    found = (run.facts for run in _matching(source_of(source)))
     return sorted(found, key=lambda facts: facts.created)
 
 
-def whole_run(source: str | os.PathLike[str] | Source, run_id: str, offset: int = 0) -> WholeRun | None:
-    """One whole run of a file or directory (as for `load`), None if it is not there; no tensor is read."""
-    place, offset = _holding(source_of(source), run_id, offset)
-    return next(_matching(place, run_id, offset), None)
-
-
-def _holding(place: Source, run_id: str | None, offset: int) -> tuple[Source, int]:
-    """Where to look for a run, where a catalogue or a manifest says it."""
-    if run_id is None:
-        return place, offset
-    if isinstance(place, File) and place.local is None and not place.exists():
-        place, offset = place.folder, 0  # earlier versions joined small objects of a bucket to larger ones
-    found = [] if offset else find_runs(place, [run_id])
-    return (found[0].file, found[0].offset) if len(found) == 1 else (place, offset)
-
-
-def _matching(place: Source, run_id: str | None, offset: int) -> Iterator[WholeRun]:
-    yield from (run for run in _runs_in(place, offset) if run_id in (None, run.facts.run_id))
-    if offset and run_id is not None:  # earlier versions gave as an offset in a bucket the number of a batch
-        yield from _matching(place, run_id, 0)
-
-
-def _runs_in(place: Source, offset: int = 0) -> Iterator[WholeRun]:
+def _matching(place: Source, run_id: str | None = None, offset: int = 0) -> Iterator[WholeRun]:
+    """The whole runs of a file or directory, or those of this id: by a catalogue or a manifest where one says where."""
+    if run_id is not None and not offset and len(found := find_runs(place, [run_id])) == 1:
+        _, place, offset = found[0]
     files = segments(place)
     if offset and files != [place]:
         raise ValueError(f"offset is a place in one file, and {place} is a directory")
     for file in files:
-        yield from whole_runs(file, offset)
+        yield from (run for run in whole_runs(file, offset) if run_id in (None, run.facts.run_id))
 
 
 def _values(name: str, kind: PointType, batches: Sequence[pa.RecordBatch]) -> torch.Tensor | Patterns:

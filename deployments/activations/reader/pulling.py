@@ -16,23 +16,17 @@ from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.files.disk import PULLED, held
-from deployments.activations.reader.paging import NoPageError, Paging
 from deployments.activations.segments import checksums
 from deployments.options import fits_header
+from deployments.paging import NoPageError, Paging
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
 _BUFFER = 1 << 20
+_CHANGED = "the session changed while it was pulled, nothing of it is kept: pull it again, or name runs"
 
 
 class PullError(Exception):
     """What could not be fetched, and why."""
-
-
-class ChangedError(PullError):
-    """The session changed while it was fetched. Nothing of it is kept; pull it again."""
-
-    def __init__(self) -> None:
-        super().__init__("the session changed while it was pulled, nothing of it is kept: pull it again, or name runs")
 
 
 def pull(
@@ -50,8 +44,8 @@ def pull(
     `url` is the server's address, with or without `/v1`; `runs` and `points` limit what is fetched. `progress` draws a
     bar, by default on a terminal. Returns the session's directory.
 
-    FileExistsError if it is there already. PullError if the server refuses, cannot be reached, or an answer is cut off;
-    a ChangedError if the session changed meanwhile. ValueError if the name, the address or the key can be none.
+    FileExistsError if it is there already. PullError if the server refuses, cannot be reached, or an answer is cut off,
+    or the session changed meanwhile. ValueError if the name, the address or the key can be none.
     """
     folder = to / check_session_id(session)
     if folder.exists():
@@ -103,7 +97,7 @@ class _Body(io.RawIOBase):
             with self._http.stream("GET", self._address, headers=self._paging.headers) as begun:
                 if begun.status_code != 206:
                     begun.read()
-                    raise ChangedError if begun.status_code == 412 else PullError(_reason(begun))
+                    raise PullError(_CHANGED if begun.status_code == 412 else _reason(begun))
                 return self._paging.take(begun.headers, _limited(begun, self._paging.size(begun.headers)))
         except NoPageError as error:
             raise PullError(f"{self._address}: {error}") from error

@@ -116,7 +116,7 @@ class _Found:
     def __init__(self, points: list[str], are_named: bool) -> None:
         self.lacking = ""
         self.blocks = list[_Block]()
-        self._points, self._known = points, False  # as they were named, until a file has them all
+        self._points = points  # as they were named, until a file has them all
         self._are_named = are_named  # whether each run has to have the points
         self._columns: dict[str, Column] = {}
         self._paths, self._runs = list[Path](), list[RunFacts]()
@@ -138,18 +138,17 @@ class _Found:
 
     def has_all(self, run: WholeRun) -> bool:
         """Whether the runs of a file, of which this is the first, have all of the points; ValueError on a misfit."""
-        lacking = [name for name in self._points if name not in run.types]
-        if not self._known:
-            chosen = {name: Wanted(points=[name]).of(run.batches[0].schema) for name in self._points}
-            lacking = [name for name in self._points if not chosen[name]]
-            if not lacking:
-                self._points = list(dict.fromkeys(name for meant in chosen.values() for name in meant))
-                self._known = True
-        if lacking:
+        schema = None if self._columns else run.batches[0].schema  # of which patterns are resolved
+        meant = {
+            name: [name] if name in run.types else [*Wanted(points=[name]).of(schema)] if schema else []
+            for name in self._points
+        }
+        if lacking := [name for name in self._points if not meant[name]]:
             self.lacking = self.lacking or f"runs: {run.facts.run_id!r} did not record {', '.join(lacking)}"
             if self._are_named and len(lacking) < len(self._points):
                 raise ValueError(self.lacking)
             return False
+        self._points = list(dict.fromkeys(name for names in meant.values() for name in names))
         columns = dict.fromkeys(IDS, Column((), torch.int32))
         columns |= {name: _column(name, run.types[name]) for name in self._points}
         for name, column in self._columns.items():

@@ -14,9 +14,7 @@ from deployments.activations.segments.batches import batches_of
 from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
-from deployments.points.names import matching, nearest
-
-MOST_NAMED = 10  # runs or points that a refusal lists
+from deployments.points.names import matching, nearest, some
 
 
 class Wanted(NamedTuple):
@@ -46,7 +44,8 @@ class Wanted(NamedTuple):
     def check(self, runs: Collection[str], points: Collection[str]) -> None:
         """Raise RequestError, which lists some that exist, if a wanted run or point is not among these."""
         if self.runs is not None and (unknown := [run for run in self.runs if run not in runs]):
-            raise RequestError(f"there is no run {unknown[0]!r}; there is {_some(runs)}", "run", "run_not_found", 404)
+            message = f"there is no run {unknown[0]!r}; there is {some(sorted(runs))}"
+            raise RequestError(message, "run", "run_not_found", 404)
         any_layer = (re.sub(r"\.-\d+\.", ".*.", name) for name in self.points or ())  # whichever it is in its file
         absent = [name for name, at in zip(self.points or (), any_layer, strict=True) if not matching(at, points)]
         if absent:
@@ -93,8 +92,3 @@ def by_schema(files: Iterable[File]) -> list[tuple[pa.Schema, list[File]]]:
         if first := next(batches_of(file), None):
             groups.setdefault(first.schema.serialize().to_pybytes(), (first.schema, []))[1].append(file)
     return list(groups.values())
-
-
-def _some(names: Collection[str]) -> str:
-    some = ", ".join(sorted(names)[:MOST_NAMED])
-    return (some + ", ..." if len(names) > MOST_NAMED else some) or "none"

@@ -7,9 +7,10 @@ import os
 import secrets
 import shutil
 import tempfile
+import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,8 @@ from deployments.activations.segments.segments import whole_runs
 from deployments.options import STORE_VARIABLE, default_store
 
 _FETCHES = 8  # files of a bucket that are copied at a time
-_copies: dict[File, DiskFile] = {}  # of files of a bucket, in a temporary directory
+_MOST_FETCHED = 16  # runs of servers whose files are there for another call
+_copies: dict[File, DiskFile] = {}  # in a temporary directory, of files of a bucket, and files of servers' runs
 AnySource = str | os.PathLike[str] | Source
 
 
@@ -97,14 +99,15 @@ def is_run_id(source: object) -> bool:
 
 
 def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
-    """Find a run's file in a store, or fetch it from a server into a temporary directory; by default `default_store`.
+    """Find a run's file in a store, or fetch it from a server; by default `default_store`.
 
-    FileNotFoundError if there is no such store, run or file; ElsewhereError if it lies on another node; OSError if the
-    bucket refuses, ValueError if the server does.
+    A fetched file stays in a temporary directory while it is in use or among the last ones. FileNotFoundError if there
+    is no such store, run or file; ElsewhereError if it lies on another node; OSError if the bucket refuses, ValueError
+    if the server does.
     """
     given = os.fspath(root) if root is not None else default_store()
     if given.startswith(("http://", "https://")):
-        return Located(run_id, DiskFile(_fetched(given, run_id)), 0)
+        return Located(run_id, _fetched(given, run_id), 0)
     store = place_of(given) if "://" in given else Directory(Path(given).expanduser().resolve())
     try:
         found = next(iter(find_runs(store, [run_id])), None)
@@ -147,6 +150,7 @@ def on_disk(files: Sequence[File]) -> list[DiskFile]:
 
     OSError if they do not fit its disk, or the bucket refuses.
     """
+    _copies.update((file, file) for file in files if isinstance(file, _Fetched))
     if away := {file for file in files if file.local is None and file not in _copies}:
         folder = _temporary()
         with ThreadPoolExecutor(_FETCHES) as pool:
@@ -157,7 +161,7 @@ def on_disk(files: Sequence[File]) -> list[DiskFile]:
                     "choose fewer runs, or name a directory on a larger disk by the variable TMPDIR"
                 )
             list(pool.map(_copy, away))
-    return [DiskFile(file.local) if file.local else _copies[file] for file in files]
+    return [file if isinstance(file, DiskFile) else _copies[file] for file in files]
 
 
 def _copy(file: File) -> None:
@@ -166,14 +170,19 @@ def _copy(file: File) -> None:
     _copies[file] = DiskFile(copy)
 
 
-@cache
-def _fetched(url: str, run_id: str) -> Path:
-    """Fetch a run's file into a temporary directory."""
+class _Fetched(DiskFile):
+    """A run's file from a server, in a temporary directory as long as this object is in use; maps of it stay valid."""
+
+
+@lru_cache(_MOST_FETCHED)
+def _fetched(url: str, run_id: str) -> _Fetched:
+    """Fetch a run from a server."""
     key = os.environ.get("VITRINE_API_KEY") or None
     base = url.rstrip("/").removesuffix("/v1")
     try:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        answer = httpx.get(f"{base}/v1/activations/runs", params={"run": run_id}, headers=headers, timeout=60)
+        wanted = {"run": run_id, "limit": "1"}
+        answer = httpx.get(f"{base}/v1/activations/runs", params=wanted, headers=headers, timeout=60)
         listed = answer.raise_for_status().json()["data"]
         if not listed:
             raise FileNotFoundError(f"{url} has no run {run_id!r}")
@@ -181,7 +190,8 @@ def _fetched(url: str, run_id: str) -> Path:
         pulled = pull(base, listed[0]["session_id"], folder, runs=[run_id], api_key=key, progress=False)
     except (httpx.HTTPError, PullError) as error:
         raise ValueError(f"the run {run_id!r} cannot be fetched from {url}: {error}") from error
-    [file] = pulled.glob("*.arrow")
+    [path] = pulled.glob("*.arrow")
+    weakref.finalize(file := _Fetched(path), shutil.rmtree, folder, ignore_errors=True)
     return file
 
 

@@ -10,13 +10,12 @@ from safetensors.torch import save
 
 from deployments.activations.facts import Entry, PointType
 from deployments.activations.files.places import DamagedError, File
-from deployments.activations.reader.loading import column_of, whole_run
+from deployments.activations.reader.loading import column_of
 from deployments.activations.segments.schema import DTYPES, segment_facts
-from deployments.activations.segments.segments import WholeRun
+from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
+from deployments.points.names import some
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
-
-MOST_NAMED = 20  # points of a run that a refusal lists
 
 
 def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
@@ -26,8 +25,8 @@ def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens:
     side. RequestError names the field of `from` if there is no such point or token, or more than `most` bytes;
     FileNotFoundError if the file is gone, DamagedError if it does not hold all of the run.
     """
-    run = whole_run(file, entry.facts.run_id, entry.offset)
-    if run is None:
+    run = next(whole_runs(file, entry.offset), None)
+    if run is None or run.facts.run_id != entry.facts.run_id:
         raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
     types, modules = run.types, segment_facts(run.batches[0].schema).modules
     names = [_recorded(point, list(types), modules) for point in points]
@@ -46,9 +45,8 @@ def _recorded(names: Sequence[str], recorded: Sequence[str], modules: Mapping[st
     found = next((name for name in names if name in recorded), None)
     found = found or next((by_module[name] for name in names if name in by_module), None)
     if found is None:
-        more = ", ..." if len(recorded) > MOST_NAMED else ""
-        there_are = ", ".join(recorded[:MOST_NAMED]) + more
-        raise RequestError(f"the run did not record {names[0]}; it has {there_are}", "from.point", "point_not_recorded")
+        message = f"the run did not record {names[0]}; it has {some(recorded)}"
+        raise RequestError(message, "from.point", "point_not_recorded")
     return found
 
 
@@ -108,7 +106,7 @@ def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
         if here.any():
             wanted = index[here] - start
             low, high = int(wanted.min()), int(wanted.max()) + 1
-            at = batch.place(batch.outline([name])[name], width) + low * width
+            at = batch.place(batch.select([name], whole=False)[name], width) + low * width
             values = torch.frombuffer(batch.read(at, (high - low) * width), dtype=rows.dtype)
             rows[here] = values.view(high - low, *shape)[wanted - low]
         start += batch.num_rows

@@ -56,13 +56,17 @@ class Batch:
     def __getitem__(self, name: str) -> Any:
         return self.select([name])[name]
 
-    def select(self, names: Sequence[str] | None = None) -> pa.RecordBatch:
-        """These columns, by default all; DamagedError if their values are outside of the batch, or cut off."""
-        return self._checked(self.schema.names if names is None else names, whole=True)
+    def select(self, names: Sequence[str] | None = None, whole: bool = True) -> pa.RecordBatch:
+        """These columns, by default all; DamagedError if their values are outside of the batch, or cut off.
 
-    def outline(self, names: Sequence[str]) -> pa.RecordBatch:
-        """As `select`, but points may have blank values, of the right length; `place` gives their byte offsets."""
-        return self._checked(names, whole=False)
+        Without `whole`, points may have blank values of the right length; `place` gives their byte offsets.
+        """
+        names = self.schema.names if names is None else list(names)
+        batch = self._read(names, whole)
+        with self._guarded():
+            rows = batch.select(names)
+            rows.validate(full=True)  # Arrow trusts a file's metadata, and would crash the process
+        return rows
 
     def check(self) -> None:
         """Raise DamagedError if buffers are shorter than the metadata says; no value is read."""
@@ -87,7 +91,7 @@ class Batch:
         return int(self.end - root.size + values.address - root.address)
 
     def places(self, rows: pa.RecordBatch) -> dict[int, int]:
-        """`place` of all points of what `outline` gave, by the values' addresses in memory."""
+        """`place` of all points of what `select` gave, by the values' addresses in memory."""
         points = [rows[name] for name in rows.schema.names if name not in COLUMNS]
         return {column.buffers()[-1].address: self.place(column) for column in points}
 
@@ -124,14 +128,6 @@ class Batch:
             else:
                 ranges.append((begin, end))
         return ranges
-
-    def _checked(self, names: Sequence[str], whole: bool) -> pa.RecordBatch:
-        """Columns, validated: Arrow trusts a file's metadata, and would crash the process."""
-        batch = self._read(names, whole)
-        with self._guarded():
-            rows = batch.select(list(names))
-            rows.validate(full=True)
-        return rows
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -134,12 +134,6 @@ def segment_facts(schema: pa.Schema) -> SegmentFacts:
     return SegmentFacts(**{item.name: facts[item.name] for item in fields(SegmentFacts) if item.name in facts})
 
 
-def owner(schema: pa.Schema) -> tuple[str, str]:
-    """The session and the model whose rows a file with this schema holds."""
-    facts = _said(schema)
-    return facts["session_id"], facts["model"]
-
-
 def point_types(schema: pa.Schema) -> dict[str, PointType]:
     """Each point's feature shape and dtype; ValueError if `to_batch` did not make the schema."""
     facts = _said(schema)

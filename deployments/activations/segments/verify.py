@@ -135,56 +135,46 @@ def read_all(path: Path) -> None:
 
 
 def _look_through(found: Verified, file: DiskFile) -> None:
-    rows_of = dict[str, int]()
-    batches, end, is_summed = _look_at_batches(found, file, rows_of)
+    rows_of, batches, end, is_summed = dict[str, int](), 0, 0, True  # whether all have this version's checksums
+    try:
+        schema = _schema_of(file.local)
+        for batch in batches_of(file):
+            end, facts = batch.end, batch_facts(batch.metadata)
+            rows = batch.select()
+            if bad := _changed(rows, batch.metadata, facts, schema):
+                known = found.damaged.setdefault(facts.run_id, [])
+                known += [name for name in bad if name not in known]
+            is_summed = is_summed and BATCH.encode() in batch.metadata
+            rows_of[facts.run_id] = rows_of.get(facts.run_id, 0) + rows.num_rows
+            batches += 1
+    except (ValueError, KeyError) as error:  # also Arrow's, and a DamagedError; of two columns of one name
+        found.state, found.reason = "damaged", f"batch {batches}: {error}"
     with contextlib.suppress(DamagedError):  # found before
         for whole in whole_runs(file):
-            rows = rows_of.pop(whole.facts.run_id, 0)
+            count = rows_of.pop(whole.facts.run_id, 0)
             if whole.facts.run_id not in found.damaged:
                 found.runs += 1
-                found.rows += rows
+                found.rows += count
     found.unfinished = rows_of
     found.damaged = {run: names for run, names in found.damaged.items() if run not in rows_of}
     if found.damaged and found.state == "whole":
         found.state = "damaged"
         found.reason = "; ".join(f"of {run} changed {', '.join(names)}" for run, names in found.damaged.items())
-    if found.state == "damaged":
-        return
-    size = file.size
+    if found.state != "damaged":
+        found.state, found.reason = _state(file, batches, end, bool(rows_of), is_summed)
+
+
+def _state(file: DiskFile, batches: int, end: int, is_cut: bool, is_summed: bool) -> tuple[State, str]:
+    """The state of a file all of whose batches, the last one up to byte `end`, are as they were written, and why."""
     if is_sealed(file):
-        listed = footer(file).num_record_batches
-        if batches < listed:
-            found.state, found.reason = "damaged", f"batch {batches} of {listed} and all after it cannot be read"
-        elif rows_of:
-            found.state, found.reason = "cut short", "a run has no end"
-        elif is_summed and not _is_written_alike(file.local):
-            found.state = "damaged"
-            found.reason = "bytes outside the values (padding, framing, footer) have changed; all runs can be read"
+        if batches < (listed := footer(file).num_record_batches):
+            return "damaged", f"batch {batches} of {listed} and all after it cannot be read"
+        if not is_cut and is_summed and not _is_written_alike(file.local):
+            return "damaged", "bytes outside the values (padding, framing, footer) have changed; all runs can be read"
     elif not batches:
-        found.state, found.reason = "damaged", "no batch of an activation file can be read"
-    elif rows_of or end != size:
-        found.state = "cut short"
-        found.reason = "a run has no end" if end == size else f"the last {size - end} bytes are not a complete batch"
-    else:
-        found.state = "open"
-
-
-def _look_at_batches(found: Verified, file: DiskFile, rows_of: dict[str, int]) -> tuple[int, int, bool]:
-    """Count each run's rows; batches, the byte after them, and whether all have this version's checksums."""
-    batches, end, is_summed = 0, 0, True
-    try:
-        schema = _schema_of(file.local)
-        for found_batch in batches_of(file):
-            end, metadata = found_batch.end, found_batch.metadata
-            batch = found_batch.select()
-            facts = batch_facts(metadata)
-            bad = _changed(batch, metadata, facts, schema)
-            is_summed = is_summed and BATCH.encode() in metadata
-            if bad:
-                known = found.damaged.setdefault(facts.run_id, [])
-                known += [name for name in bad if name not in known]
-            rows_of[facts.run_id] = rows_of.get(facts.run_id, 0) + batch.num_rows
-            batches += 1
-    except (ValueError, KeyError) as error:  # also Arrow's, and a DamagedError; of two columns of one name
-        found.state, found.reason = "damaged", f"batch {batches}: {error}"
-    return batches, end, is_summed
+        return "damaged", "no batch of an activation file can be read"
+    elif end != file.size:
+        return "cut short", f"the last {file.size - end} bytes are not a complete batch"
+    if is_cut:
+        return "cut short", "a run has no end"
+    return ("whole" if is_sealed(file) else "open"), ""

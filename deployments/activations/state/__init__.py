@@ -1,4 +1,4 @@
 """What a store keeps besides runs, in one SQLite database: owners, pins, limits, profiles, nodes.
 
-Clients' tensor files and readouts are in `uploads/`; lists of runs are in `catalogue/`.
+Lists of runs are in `catalogue/`; tensor files, readouts and profiles of clients are in `deployments.client_data`.
 """

@@ -116,19 +116,18 @@ def node_of(uri: str) -> str | None:
 
 def described(listed: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
     """Runs or files as the catalogue lists them, with their place on their node, its name, and if they can be read."""
-    known = nodes.all()
-
-    def said(one: dict[str, Any]) -> dict[str, Any]:
+    known, said = nodes.all(), list[dict[str, Any]]()
+    for one in listed:
         uri = one["uri"] if "uri" in one else next((point["uri"] for point in one["points"].values()), "")
-        if (key := node_of(uri)) is None:  # of the store's own disk, or of a bucket
-            return one
-        node = known.get(key) or Node(key, "unknown", "/", "", lost=True)
-        place = f"{Path(node.root).as_uri()}/{uri.removeprefix(uri_of(key, ''))}"
-        if "uri" in one:
-            return {**one, "uri": place, "node": node.name}
-        points = {name: {**point, "uri": place} for name, point in one["points"].items()}
-        readable = nodes.is_alive(node) or bool(one.get("archived"))
-        lost = {"lost": True} if node.lost and not readable else {}
-        return {**one, "points": points, "node": node.name, "available": readable, **lost}
-
-    return [said(one) for one in listed]
+        if (key := node_of(uri)) is not None:  # neither of the store's own disk, nor of a bucket
+            node = known.get(key) or Node(key, "unknown", "/", "", lost=True)
+            place = {"uri": f"{Path(node.root).as_uri()}/{uri.removeprefix(uri_of(key, ''))}"}
+            one = {**one, "node": node.name}
+            if "uri" in one:
+                one |= place
+            else:
+                one["points"] = {name: point | place for name, point in one["points"].items()}
+                one["available"] = nodes.is_alive(node) or bool(one.get("archived"))
+                one |= {"lost": True} if node.lost and not one["available"] else {}
+        said.append(one)
+    return said

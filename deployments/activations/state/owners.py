@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
-from deployments.activations.facts import Account, StoreError, check_session_id, names_a_session
+from deployments.accounts import Account
+from deployments.activations.facts import StoreError, check_session_id, names_a_session
 from deployments.activations.state.state import State
 from deployments.errors import RequestError
 
@@ -89,13 +90,12 @@ class Owners(State):
 
     def add(self, records: Mapping[str, Record]) -> None:
         """Put down the owners of sessions that have none; durable when it returns."""
-        with self.change():
-            self.put({name: records[name] for name in records.keys() - self.all().keys()})
+        self.put(records, "IGNORE")
 
-    def put(self, records: Mapping[str, Record]) -> None:
+    def put(self, records: Mapping[str, Record], known: str = "REPLACE") -> None:
         """Put down the owners of sessions; durable when it returns."""
         rows = [(session_id, *record) for session_id, record in records.items()]
-        self.write("INSERT OR REPLACE INTO owners VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self.write(f"INSERT OR {known} INTO owners VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def forget(self, session_id: str) -> None:
         """A session was deleted: its name is free again when this returns."""

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import Entry, RunFacts, RunName, StoreError, check_session_id, explain
-from deployments.activations.segments.schema import owner
+from deployments.activations.segments.schema import segment_facts
 from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.writer.pool import Pool
 from deployments.activations.writer.retention import SessionManager
@@ -35,10 +35,10 @@ class Chunk(NamedTuple):
         check_name(self.name.session_id)
         for schema in (batch.schema for batch in self.batches[:1]):
             try:
-                session_id, model = owner(schema)
+                segment = segment_facts(schema)
             except ValueError as error:
                 raise StoreError(str(error)) from error
-            if session_id != self.name.session_id or (self.run and self.run.model != model):
+            if segment.session_id != self.name.session_id or (self.run and self.run.model != segment.model):
                 raise StoreError(f"Run {self.name.run_id} and its batches are not of one session and model")
             self.check_schema(schema)
 

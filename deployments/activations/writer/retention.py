@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from deployments.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import OPERATOR, Account, FileUpdate, StoreError, name_of
+from deployments.activations.facts import FileUpdate, StoreError, name_of
 from deployments.activations.files.disk import DELETED, directory, scan_session
 from deployments.activations.limits import Retention, SessionSize, oldest
 from deployments.activations.state.nodes import node_of

@@ -21,17 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
+from deployments.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import (
-    OPERATOR,
-    Account,
-    FileUpdate,
-    RunFacts,
-    RunName,
-    StoredRun,
-    StoreError,
-    explain,
-)
+from deployments.activations.facts import FileUpdate, RunFacts, RunName, StoredRun, StoreError, explain
 from deployments.activations.files.places import path_of
 from deployments.activations.limits import Retention
 from deployments.activations.segments.checksums import described

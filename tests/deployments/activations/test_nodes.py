@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deployments.accounts import Account
 from deployments.activations import load, runs
 from deployments.activations.__main__ import main
 from deployments.activations.actors.store import ActivationStore
@@ -26,7 +27,7 @@ from deployments.activations.catalogue.directories import ElsewhereError
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import replay, snapshot_lines, write_snapshot
 from deployments.activations.export.exports import export
-from deployments.activations.facts import Account, FileUpdate, StoreError, names_a_session
+from deployments.activations.facts import FileUpdate, StoreError, names_a_session
 from deployments.activations.files.disk import scan
 from deployments.activations.files.places import Place
 from deployments.activations.filters import Filter

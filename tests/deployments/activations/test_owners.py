@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import load as tensors
 from safetensors.torch import save
 
+from deployments.accounts import OPERATOR, Account
 from deployments.activations.actors.store import ActivationStore
-from deployments.activations.facts import OPERATOR, Account, StoreError
+from deployments.activations.facts import StoreError
 from deployments.activations.filters import EVERYTHING, Choice
 from deployments.activations.limits import Retention
 from deployments.activations.state import owners as owners_module
 from deployments.activations.state.owners import Owners
-from deployments.activations.state.profiles import StoredProfiles
-from deployments.activations.uploads.tensors import TensorFiles
+from deployments.client_data.profiles import StoredProfiles
+from deployments.client_data.tensors import TensorFiles
 from deployments.errors import RequestError
 from deployments.points.profiles import Profile
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from deployments.client_code import board as board_module
 from deployments.client_code.board import Board
 from deployments.client_code.job import Update

@@ -13,8 +13,8 @@ import torch
 from made import make_results
 from stored import SESSION, Store, points
 
+from deployments import paging
 from deployments.activations import load, runs
-from deployments.activations.reader import paging
 from evals.config import Config, EvalError
 from evals.gsm8k.summary import conclude
 from evals.results import transfer as transferring

@@ -17,10 +17,10 @@ import pytest
 import ray
 from ray import serve
 
+from deployments.accounts import OPERATOR, Account
 from deployments.activations import runs
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import OPERATOR, Account
 from deployments.activations.filters import Choice, Filter
 from deployments.job import Job
 from deployments.options import NO_MODEL, Options

@@ -11,9 +11,9 @@ import pytest
 import ray
 import torch
 
+from deployments.accounts import OPERATOR
 from deployments.activations import load
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import OPERATOR
 from deployments.job import Job
 from deployments.options import home
 from serve_app.backend import profile_registry

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from deployments.activations.facts import Account
+from deployments.accounts import Account
 from deployments.activations.filters import Choice
 from deployments.options import NO_MODEL, Options
 from serve_app.api import build_api

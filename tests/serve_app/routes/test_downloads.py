@@ -18,6 +18,7 @@ from deployments.activations import load
 from deployments.activations.__main__ import main
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.reader import sources
 from deployments.activations.segments.schema import point_types, to_batch, to_tensor
 from deployments.points.patterns import Patterns
 from serve_app.http.ranges import PAGE_BYTES
@@ -289,3 +290,12 @@ def test_a_run_is_loaded_from_a_server_by_its_id_alone(served, put, monkeypatch)
     assert same_bits(load("run-elsewhere")[POINT], points[POINT])
     with pytest.raises(FileNotFoundError, match="has no run 'run-none'"):
         load("run-none")
+
+
+def test_files_of_runs_that_are_loaded_from_a_server_do_not_pile_up(served, put):
+    points = [torch.full((5, 8), float(i)) for i in range(20)]
+    for i, values in enumerate(points):
+        put("many", f"many-{i}", {POINT: values})
+    found = [load(f"many-{i}", root=served.root)[POINT] for i in range(20)]
+    assert len(list(sources._temporary().iterdir())) <= 16
+    assert all(torch.equal(one, values) for one, values in zip(found, points, strict=True))

@@ -1,4 +1,4 @@
-"""Every route rejects an unknown query parameter by its name."""
+"""Every route rejects unknown and malformed query parameters by their names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import httpx
 import pytest
 
+from deployments.errors import RequestError
+from serve_app.routes.activations import tag_pairs
 from tests.serve_app.described import APP, DESCRIPTION
 
 OPEN = {("get", "/health")}  # load balancers add parameters of their own
@@ -61,3 +63,10 @@ def test_no_route_and_a_wrong_method_are_told_before_their_queries():
 def test_pages_for_browsers_take_any_query():
     assert sent("get", "/docs?surprise=1").status_code == 200
     assert sent("get", "/openapi.json?surprise=1").status_code == 200
+
+
+@pytest.mark.parametrize("text", ["", "x", "=x"])
+def test_a_tag_without_a_name_is_refused(text):
+    with pytest.raises(RequestError, match="name=value"):
+        tag_pairs(["a=b", text])
+    assert tag_pairs(["a=b=c", "d="]) == (("a", "b=c"), ("d", ""))

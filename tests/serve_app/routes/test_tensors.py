@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 
 from deployments.activations.actors.store import connect
-from deployments.activations.uploads.tensors import pick
+from deployments.client_data.tensors import pick
 from deployments.demo_model import WEIGHTS
 from deployments.options import home
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from deployments.activations.facts import Account
-from deployments.activations.uploads import readouts
-from deployments.activations.uploads.readouts import ReadoutFiles
+from deployments.accounts import Account
+from deployments.client_data import readouts
+from deployments.client_data.readouts import ReadoutFiles
 from deployments.errors import RequestError
 
 ANN, BOB, ADMIN = Account("ann", is_admin=False), Account("bob", is_admin=False), Account("root")

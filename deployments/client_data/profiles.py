@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deployments.activations.facts import OPERATOR, Account
+from deployments.accounts import OPERATOR, Account
 from deployments.activations.state.state import State
 from deployments.errors import RequestError
 from deployments.points.profiles import Profile

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.uploads.tensors import MAX_TENSORS, TensorFiles, check, pick
+from deployments.client_data.tensors import MAX_TENSORS, TensorFiles, check, pick
 from deployments.errors import RequestError
 
 ROOM = 1 << 20

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load
 
-from deployments.activations.facts import OPERATOR, Account
-from deployments.activations.uploads.files import ClientFile, ClientFiles
+from deployments.accounts import OPERATOR, Account
+from deployments.client_data.files import ClientFile, ClientFiles
 from deployments.errors import RequestError
 from deployments.points.names import dtype_name
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from deployments.activations.facts import OPERATOR, Account, explained
-from deployments.activations.files.disk import found, remove, write
+from deployments.accounts import OPERATOR, Account
+from deployments.activations.facts import explained
+from deployments.activations.files.disk import NEW, directory, remove_unfinished, write
 from deployments.errors import RequestError
 
 _FILE = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})(?:@([A-Za-z0-9_.-]+))?\.safetensors")
@@ -64,7 +66,7 @@ class ClientFiles(ABC):
         self._root = root
         self._lock = Lock()
         self._files: dict[tuple[str, str | None], ClientFile] = {}
-        for item in found(root, self.folder):
+        for item in _files_in(root / self.folder):
             if match := _FILE.fullmatch(item.name):
                 try:
                     id, about = self.described(Path(item.path))
@@ -107,8 +109,10 @@ class ClientFiles(ABC):
         file = self._found(name, account)
         if file is None or not account.may_change(file.owner):
             return False
-        with explained(self._root):
-            remove(self._root, self.folder, file.file_name)
+        with explained(self._root), directory(self._root) as root, directory(self.folder, root) as folder:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.file_name, dir_fd=folder)
+            os.fsync(folder)
         with self._lock:
             del self._files[file.name, file.owner]
         return True
@@ -158,3 +162,14 @@ class ClientFiles(ABC):
                 f"delete some before you {self.verb} one of {size} bytes"
             )
             raise RequestError(message, None, self.full)
+
+
+def _files_in(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """The files of a folder, if it is there; links are not followed, and what a crash cut short is removed."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    for item in list(os.scandir(folder)):
+        if item.name.startswith(NEW):
+            remove_unfinished(item)
+        elif item.is_file(follow_symlinks=False):
+            yield item

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.activations.facts import OPERATOR, Account
-from deployments.activations.state import profiles as stored_profiles
-from deployments.activations.state.profiles import MAX_BYTES, StoredProfiles
+from deployments.accounts import OPERATOR, Account
+from deployments.client_data import profiles as stored_profiles
+from deployments.client_data.profiles import MAX_BYTES, StoredProfiles
 from deployments.errors import RequestError
 from deployments.points.profiles import Profile
 

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from deployments.activations.facts import OPERATOR, Account
-from deployments.activations.uploads.files import ClientFile, ClientFiles
+from deployments.accounts import OPERATOR, Account
+from deployments.client_data.files import ClientFile, ClientFiles
 from deployments.points.readouts import ReadoutSpec
 from deployments.readouts.checks import Definition, define
 
