@@ -389,4 +389,5 @@ def upload_sealed(path: Path, size: int, file: File) -> None:
     """Upload a segment that was sealed with `size` bytes; OSError if it has others, or as `upload`."""
     if (found := path.stat().st_size) != size:
         raise OSError(f"{path} has {found} bytes, and was sealed with {size}")
-    upload(path, file)
+    with path.open("rb") as data:
+        upload(data, file)

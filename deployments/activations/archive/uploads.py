@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -56,6 +56,7 @@ class Uploads:
     def __init__(self, upload: Callable[[str, int], None], wake: Callable[[], None], pauses: Pauses) -> None:
         self._upload, self._wake, self._pauses = upload, wake, pauses
         self._begun: dict[str, Future[None]] = {}
+        self._queued = Counter[str | None]()  # how many of these are of each node
         self._pools = defaultdict[str | None, ThreadPoolExecutor](  # by node: one that is slow holds up no other
             lambda: ThreadPoolExecutor(UPLOADS, thread_name_prefix="archive")
         )
@@ -64,7 +65,8 @@ class Uploads:
         """Begin uploads of segments, by URI and bytes, as far as there is room for them in the queue."""
         for uri, size in segments:
             node = node_of(uri)
-            if uri not in self._begun and name_of(uri) not in self._pauses and self._room(node):
+            if uri not in self._begun and name_of(uri) not in self._pauses and self._queued[node] < QUEUED:
+                self._queued[node] += 1
                 self._begun[uri] = self._pools[node].submit(self._upload, uri, size)
                 self._begun[uri].add_done_callback(lambda _: self._wake())
 
@@ -73,7 +75,7 @@ class Uploads:
         ended = [(uri, one.exception()) for uri, one in self._begun.items() if one.done()]
         failed = [(uri, error) for uri, error in ended if error]
         for uri, error in failed:
-            del self._begun[uri]
+            self._end(uri)
             self._pauses.begin(name_of(uri), error)
         return failed
 
@@ -89,7 +91,7 @@ class Uploads:
     def forget(self, uris: Iterable[str]) -> None:
         """The manifest lists these, or nobody needs them any more."""
         for uri in uris:
-            self._begun.pop(uri, None)
+            self._end(uri)
             self._pauses.end(name_of(uri))
 
     def close(self) -> None:
@@ -97,5 +99,6 @@ class Uploads:
         for pool in self._pools.values():
             pool.shutdown()
 
-    def _room(self, node: str | None) -> bool:
-        return sum(node_of(uri) == node for uri in self._begun) < QUEUED
+    def _end(self, uri: str) -> None:
+        if self._begun.pop(uri, None):
+            self._queued[node_of(uri)] -= 1

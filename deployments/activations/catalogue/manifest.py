@@ -10,13 +10,14 @@ Every function raises OSError on an error of the bucket or the disk.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -53,17 +54,7 @@ class Manifest:
 
     def write(self, lines: Iterable[Line]) -> str:
         """Add a part, durable when this returns, and return its name."""
-        name = f"{self._number():020}-{self._writer}{_PART}"
-        data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        file = self._folder.file(name)
-        try:
-            file.write(data)
-            _check_size(file, len(data))
-        except OSError:
-            with contextlib.suppress(OSError):  # perhaps only the answer was lost, and it would count later
-                file.remove()
-            raise
-        return name
+        return self._add("", _PART, io.BytesIO("".join(json.dumps(line) + "\n" for line in lines).encode()))
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, list[Line]]]:
         """Parts, each with its lines; ValueError names one that is damaged."""
@@ -87,25 +78,26 @@ class Manifest:
 
     def put_snapshot(self, database: Path) -> str:
         """Compress a database and put it into the bucket as a snapshot, durable when this returns; return its name."""
-        name = f"{_SNAPSHOT}{self._number():020}-{self._writer}{_SNAPSHOT_END}"
-        file = self._folder.file(name)
         packed = database.with_suffix(".zst")
         with database.open("rb") as data, pa.CompressedOutputStream(str(packed), "zstd") as squeezed:
             shutil.copyfileobj(data, squeezed, _PIECE)
-        try:
-            upload(packed, file)
-        except OSError:
-            file.remove()  # half of it may be there, under a name that is read
-            raise
-        return name
+        with packed.open("rb") as data:
+            return self._add(_SNAPSHOT, _SNAPSHOT_END, data)
 
     def remove(self, names: Collection[str]) -> None:
         """Remove parts and snapshots."""
         remove_all([self._folder.file(name) for name in names])
 
-    def _number(self) -> int:
+    def _add(self, beginning: str, end: str, data: BinaryIO) -> str:
         self._last = max(self._last + 1, time.time_ns())
-        return self._last
+        file = self._folder.file(f"{beginning}{self._last:020}-{self._writer}{end}")
+        try:
+            upload(data, file)
+        except OSError:
+            with contextlib.suppress(OSError):  # half of it may be there, or all, and it would count later
+                file.remove()
+            raise
+        return file.name
 
 
 def is_snapshot(name: str) -> bool:
@@ -113,18 +105,11 @@ def is_snapshot(name: str) -> bool:
     return name.startswith(_SNAPSHOT) and name.endswith(_SNAPSHOT_END)
 
 
-def upload(path: Path, file: File) -> None:
-    """Copy a file into the bucket; OSError if the object is then not as long as the file."""
-    size = path.stat().st_size
-    to = file.fs.open_output_stream(file.path, compression=None, buffer_size=_PART_BYTES)
-    with to as out, path.open("rb") as data:
+def upload(data: BinaryIO, file: File) -> None:
+    """Copy data into the bucket; OSError if the object is then not as long."""
+    with file.fs.open_output_stream(file.path, compression=None, buffer_size=_PART_BYTES) as out:
         shutil.copyfileobj(data, out, _PIECE)
-    _check_size(file, size)
-
-
-def _check_size(file: File, size: int) -> None:
-    found = file.fs.get_file_info(file.path).size
-    if found != size:
+    if (found := file.fs.get_file_info(file.path).size) != (size := data.tell()):
         raise OSError(f"{file} has {found} bytes of the {size} that were written")
 
 

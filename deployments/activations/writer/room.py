@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import secrets
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deployments.activations.facts import explained
-from deployments.activations.files.disk import NEW, Mount, create, directory
+from deployments.activations.files.disk import NEW, Mount
 
 _EVERY_S = 1.0  # a disk is tried so often at most, however many ask
 
@@ -43,17 +43,11 @@ class DiskCheck:
 
     def _try(self) -> OSError | None:
         """Write a file, make it durable, and remove it; what went wrong."""
-        name = f"{NEW}{secrets.token_hex(8)}"
         try:
             self._mount.check()
-            with directory(self._root) as top:
-                file = create(name, top)
-                try:
-                    os.write(file, name.encode())
-                    os.fsync(file)
-                finally:
-                    os.unlink(name, dir_fd=top)
-                    os.close(file)
+            with tempfile.TemporaryFile(dir=self._root, prefix=NEW, buffering=0) as file:
+                file.write(b"\0")
+                os.fsync(file.fileno())
         except OSError as error:
             return error
         return None
