@@ -7,8 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ BATCH = 50  # runs in one call; Ray passes so few without its object store
 GATHER_S = 0.2  # wait for more runs before a report
 BEAT_S = 2.0  # between two calls with nothing to report
 PAUSE_S = (0.5, 10.0)  # between two attempts: the first pause, and the longest
+MOST = 10_000  # notes that wait for the store; more are made again of the node's files
 _ANSWER_S = 20.0  # time limit of a call to the store
 
 logger = logging.getLogger(__name__)
@@ -69,13 +69,15 @@ class RunReporter:
         self.releases = False
         self._store, self._node = store, node
         self._stored, self._delete, self._on_reported, self._beat = stored, delete, on_reported, beat
-        self._lock = threading.Lock()  # for the next two
-        self._notes, self._flushes = deque[FileUpdate](), list[Future[None]]()
+        self._turn, self._lock = threading.Lock(), threading.Lock()  # one reports at a time; for the next two
+        self._notes = deque[FileUpdate]()
+        self._missed = False  # whether there were too many notes, so that the node has to join again
+        self._backlog: Iterator[FileUpdate] = iter(())  # what the node has since before it joined
+        self._held: FileUpdate | None = None  # the first one of what is left, if any was, when notes were last sent
         self._done: list[int] = []  # ids of deletions that are done and not reported yet
         self._life: str | None = None  # of the store that knows the node
-        self._news, self._hurry = threading.Event(), threading.Event()
+        self._news, self._ended = threading.Event(), threading.Event()
         self._joined, self._began = threading.Event(), time.monotonic()
-        self._ended = False
         self._thread = threading.Thread(target=self._loop, name="activation-reporter", daemon=True)
         self._thread.start()
 
@@ -83,16 +85,26 @@ class RunReporter:
         """Report these within a second."""
         with self._lock:
             self._notes.extend(part for note in notes for part in _parts(note))
+            if len(self._notes) > MOST:
+                self._notes.clear()
+                self._missed = True
         self._news.set()
 
-    def flush(self) -> Future[None]:
-        """Report at once; done when the store has all notes and its deletions are done, or when it does not answer."""
-        future = Future[None]()
-        with self._lock:
-            self._flushes.append(future)
-        self._hurry.set()
-        self._news.set()
-        return future
+    def flush(self) -> bool:
+        """Report at once; whether the store has all notes now and its deletions are done, or does not answer."""
+        with self._turn:
+            try:
+                self._report()
+                self._beat()
+                return True
+            except Exception as error:  # after any error, the next round reports again: no stored run may stay unlisted
+                is_away = isinstance(error, (ray.exceptions.RayActorError, TimeoutError))
+                if self._life is not None or not is_away:
+                    logger.warning(
+                        "stored runs are reported to the activation store later: %s", error, exc_info=not is_away
+                    )
+                self._life = None
+                return False
 
     async def joined(self, seconds: float) -> None:
         """Return once the node has joined the store, or that many seconds after this object was made."""
@@ -102,53 +114,34 @@ class RunReporter:
 
     def close(self) -> None:
         """End the thread; the next join reports what is missing."""
-        self._ended = True
-        self.flush()
+        self._ended.set()
+        self._news.set()
         self._thread.join()
 
     def _loop(self) -> None:
-        pause = PAUSE_S[0]
-        while not self._ended:
-            self._hurry.clear()
-            with self._lock:
-                flushes, self._flushes = self._flushes, []
-            failed = True
-            try:
-                self._report()
-                self._beat()
-                failed, pause = False, PAUSE_S[0]
-            except Exception as error:  # after any error, the next round reports again: no stored run may stay unlisted
-                is_away = isinstance(error, (ray.exceptions.RayActorError, TimeoutError))
-                if self._life is not None or not is_away:
-                    logger.warning(
-                        "stored runs are reported to the activation store later: %s", error, exc_info=not is_away
-                    )
-                self._life = None
-            for future in flushes:
-                future.set_result(None)
-            if failed:
-                self._hurry.wait(pause)
-                pause = min(2 * pause, PAUSE_S[1])
-            else:
+        pause, longest = PAUSE_S
+        while not self._ended.is_set():
+            if self.flush():
+                pause = PAUSE_S[0]
                 self._news.wait(BEAT_S)
-                self._hurry.wait(GATHER_S)
+                self._ended.wait(GATHER_S)
                 self._news.clear()
+            else:
+                self._ended.wait(pause)
+                pause = min(2 * pause, longest)
 
     def _report(self) -> None:
-        while not self._ended:
-            if self._life is None:
+        while not self._ended.is_set():
+            if self._life is None or self._missed:
                 self._join()
             notes = self._next()
             reply = self._call(self._store.report, self._node.key, notes, self._done, list(self.refused))
             self._done = []
-            with self._lock:
-                for _ in notes:
-                    self._notes.popleft()
             self._on_reported(notes)
             if reply.life != self._life:
                 self._life = None
             self._take(reply)
-            if self._life is not None and not self._notes and not self._done:
+            if self._life is not None and not (self._held or self._notes or self._missed or self._done):
                 return
 
     def _join(self) -> None:
@@ -157,9 +150,8 @@ class RunReporter:
         self._take(reply)
         with self._lock:
             self._notes.clear()  # `_stored` reports everything that is stored by now
-        stored = [part for note in self._stored(reply.known or {}) for part in _parts(note)]
-        with self._lock:
-            self._notes.extendleft(reversed(stored))
+            self._missed, self._held = False, None
+        self._backlog = (part for note in self._stored(reply.known or {}) for part in _parts(note))
         self._life, self.releases = reply.life, reply.releases
         self._joined.set()
 
@@ -172,21 +164,28 @@ class RunReporter:
             self._done.append(deletion.id)
             with self._lock:
                 kept = [note for note in self._notes if note.session_id != deletion.session_id]
-                if not is_deleted or len(kept) < len(
-                    self._notes
-                ):  # runs that came since have to be reported by a new join
-                    self._life = None
+                if not is_deleted or self._held or len(kept) < len(self._notes):
+                    self._life = None  # a new join reports runs that came since
                 self._notes = deque(kept)
 
     def _next(self) -> list[FileUpdate]:
+        """The next notes; where they do not arrive, a new join reports their runs."""
         notes, runs = list[FileUpdate](), 0
-        with self._lock:
-            for note in self._notes:
-                runs += max(1, len(note.entries))
-                if notes and runs > BATCH:
-                    break
-                notes.append(note)
+        while note := self._first():
+            runs += max(1, len(note.entries))
+            if notes and runs > BATCH:
+                break
+            notes.append(note)
+        self._held = note
         return notes
+
+    def _first(self) -> FileUpdate | None:
+        """The first note; those of the backlog come before later ones of the same files."""
+        if note := self._held or next(self._backlog, None):
+            self._held = None
+            return note
+        with self._lock:
+            return self._notes.popleft() if self._notes else None
 
     def _call(self, method: Any, *args: Any) -> Reply:
         return method.remote(*args).future().result(timeout=_ANSWER_S)  # type: ignore[no-any-return]

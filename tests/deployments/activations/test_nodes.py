@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load as tensors
 
 from deployments.accounts import Account
 from deployments.activations import load, runs
@@ -105,11 +106,6 @@ class Handle:
         return await getattr(self._actor(), name)(*args)
 
 
-class Writer(NodeWriter):
-    def _serve(self):
-        """Nobody reads the node's segments in these tests."""
-
-
 class Nodes:
     """A store, here, and the writer of another node, there, whose directory is its own or the store's."""
 
@@ -125,7 +121,7 @@ class Nodes:
 
     def open_there(self):
         async def opened():
-            return Writer(str(self.there_root), self.store, self._archive, "ray-id", "10.0.0.2")
+            return NodeWriter(str(self.there_root), self.store, self._archive, "ray-id", "10.0.0.2")
 
         return self.ask(opened())
 
@@ -277,6 +273,25 @@ def test_runs_are_stored_while_the_store_is_away_and_listed_when_it_is_back(node
     eventually(lambda: sorted(nodes.listed()), lambda found: found == ["a", "b", "c", "d"])
 
 
+def test_a_node_keeps_few_reports_while_the_store_is_away_and_makes_the_rest_of_its_files(
+    nodes, big, eventually, monkeypatch
+):
+    monkeypatch.setattr("deployments.activations.nodes.reporting.MOST", 3)
+    nodes.store_run(big("first"))
+    eventually(nodes.listed)
+    nodes.store.reached.clear()
+    waiting = list[int]()
+    for number in range(10):
+        nodes.store_run(big(f"r{number}", f"s{number}"))
+        waiting.append(len(nodes.there._reporter._notes))
+    assert max(waiting) <= 3
+    nodes.store.reached.set()
+    told = {f"s{number}": [f"r{number}"] for number in range(10)}
+    eventually(lambda: {name: nodes.listed(name) for name in told}, lambda found: found == told)
+    nodes.store_run(big("last"))
+    eventually(nodes.listed, lambda found: found == ["first", "last"])
+
+
 def test_a_writer_that_starts_again_tells_what_it_had_not_told(nodes, big, eventually):
     nodes.store_run(big("a"))
     eventually(nodes.listed, lambda found: found == ["a"])
@@ -340,6 +355,25 @@ def test_a_late_run_of_another_node_does_not_become_part_of_a_session_that_anoth
         nodes.store_run(late, parts, fence=fence)
     assert [run.run_id for run in runs(nodes.there_root / "session")] == ["other"]
     eventually(nodes.listed, lambda found: found == ["other"])
+
+
+@only_own
+def test_a_run_on_another_nodes_disk_is_read_from_there_while_it_answers(nodes, big, eventually):
+    made = big("r")
+    nodes.store_run(made)
+    eventually(nodes.listed)
+    reader = nodes._reader_of(nodes.here)
+    rows = nodes.ask(reader.rows("r", [[POINT]], "all", 1 << 20))
+    assert torch.equal(tensors(rows)["0"], made.points[POINT])
+    [file] = (nodes.there_root / "session").iterdir()
+    file.unlink()
+    with pytest.raises(RequestError, match="was removed") as gone:
+        nodes.ask(reader.rows("r", [[POINT]], "all", 1 << 20))
+    assert gone.value.status == 410
+    nodes.writer.reached.clear()
+    with pytest.raises(RequestError, match="is away") as away:
+        nodes.ask(reader.rows("r", [[POINT]], "all", 1 << 20))
+    assert (away.value.status, away.value.code) == (503, "node_away")
 
 
 @only_own
