@@ -30,9 +30,10 @@ class Retention:
 
     def with_owners_of(self, limits: Iterable[Retention]) -> Retention:
         """The same with the strictest limits of owners among several."""
-        several, names = list(limits), ("max_owner_bytes", "max_owner_sessions")
-        said = {name: [value for one in several if (value := getattr(one, name)) is not None] for name in names}
-        return replace(self, **{name: min(values, default=None) for name, values in said.items()})
+        several = list(limits)
+        sizes, counts = ([getattr(one, name) for one in several] for name in ("max_owner_bytes", "max_owner_sessions"))
+        least = [min((value for value in values if value is not None), default=None) for values in (sizes, counts)]
+        return replace(self, max_owner_bytes=least[0], max_owner_sessions=least[1])
 
     @property
     def has_quotas(self) -> bool:
