@@ -30,7 +30,7 @@ from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import has_caught_up, record
 from deployments.activations.export.exports import export
 from deployments.activations.facts import FileUpdate, StoreError, name_of
-from deployments.activations.filters import Choice
+from deployments.activations.filters import Choice, Filter
 from deployments.activations.limits import Retention
 from deployments.activations.reader.sources import segments
 from deployments.activations.segments.verify import verify
@@ -754,6 +754,17 @@ def test_a_bucket_of_an_earlier_version_reads_bit_for_bit_and_gets_a_manifest(
     tag, length = asyncio.run(actor.find_data(choice))
     page = tensors(asyncio.run(actor.data_page(choice, tag, 0, length)))
     assert page[f"r3/{POINT}"].tolist() == (torch.arange(12).reshape(3, 4) + 300).tolist()
+
+
+def test_of_an_earlier_versions_bucket_pins_and_files_come_along_from_this_machine(bucket, head, tmp_path):
+    put_old(bucket)
+    before = tmp_path / "home" / "stores" / bucket.place.id / ".pins"
+    before.mkdir(parents=True)
+    (before / "other").touch()
+    one = head()
+    assert Pins(one.root).names() == {"other"}
+    assert one.writer.retain(Retention(max_session_age_s=1.0)).result() == ["session"]
+    assert [run["run_id"] for run in one.catalogue.runs(Filter())] == ["r4"]
 
 
 def test_a_directory_stays_with_its_bucket(bucket, head, make, tmp_path):
