@@ -1,21 +1,25 @@
-"""Segments on other nodes' disks, which are uploaded, removed and read by the nodes' writers."""
+"""Segments on other nodes' disks: uploaded, removed and read there."""
 
 from __future__ import annotations
 
 import errno
 import functools
 import io
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.activations.facts import name_of
+from deployments.activations.facts import name_of, names_a_session
 from deployments.activations.files.places import File, Place
 from deployments.activations.nodes.cluster import node_writers, writer_on
 from deployments.activations.state.nodes import SCHEME, Node, Nodes, node_of
+from deployments.clusters import NAMESPACE, detached
 
 _UPLOAD_S = 3600.0  # that one segment's upload may take
 _ANSWER_S = 30.0  # that anything else may
@@ -31,13 +35,53 @@ class NodeAwayError(OSError):
         self.lost = lost
 
 
+class SegmentReader:
+    """Reads a node's `<session>/<segment>` for others, in a process of its own; OSError where the disk refuses."""
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root).resolve()
+
+    def size(self, name: str) -> int | None:
+        """The bytes of a segment; None where there is none."""
+        try:
+            return self._path(name).stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str, first: int, size: int) -> bytes:
+        """Up to `size` bytes, and no more than `_PIECE`, of a segment from byte `first`."""
+        file = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return os.pread(file, min(size, _PIECE), first)
+        finally:
+            os.close(file)
+
+    def _path(self, name: str) -> Path:
+        session_id, _, segment = name.partition("/")
+        if not (names_a_session(session_id) and segment.endswith(".arrow") and "/" not in segment):
+            raise FileNotFoundError(f"{name!r} names no segment")
+        return self._root / session_id / segment
+
+
+def serve_segments(root: str, node: str) -> Any:
+    """The reader of a node's own directory, started by the first call; `node` is the node's id in Ray."""
+    on_it = NodeAffinitySchedulingStrategy(node, soft=False)
+    options = {"max_task_retries": 1, "max_concurrency": 8, "scheduling_strategy": on_it}
+    return detached(SegmentReader, _named(root, node), **options).remote(root)
+
+
+def reader_on(root: str, node: str) -> Any:
+    """The reader of a node's directory; raises ValueError if there is none."""
+    return ray.get_actor(_named(root, node), namespace=NAMESPACE)
+
+
 class NodePlace(Place):
     """All nodes' own directories, read by ranges, uploaded and removed; files of nodes that are away from `bucket`."""
 
     def __init__(self, root: str, nodes: Nodes, bucket: Place | None = None) -> None:
         super().__init__(None, "", SCHEME.removesuffix("/"), restores=False)
         self._root, self._nodes, self._bucket = root, nodes, bucket
-        self._writers: dict[str, Any] = {}  # by their nodes' ids in Ray
+        self._readers: dict[str, Any] = {}  # by their nodes' ids in Ray
 
     def file(self, name: str) -> File:
         """A node's segment, `<key>/<session>/<segment>`, or its copy in the bucket; NodeAwayError if neither."""
@@ -53,23 +97,35 @@ class NodePlace(Place):
                 return copy
             raise
 
-    def ask(self, uri: str, method: str, *args: int, within_s: float = _ANSWER_S) -> Any:
-        """What the `NodeWriter` of a segment's node answers.
+    def ask(self, uri: str, method: str, *args: int) -> Any:
+        """What the `SegmentReader` of a segment's node answers.
 
         NodeAwayError if the node is away or does not answer in time, OSError if its disk refuses.
         """
+        return self._ask(uri, method, *args, of=self._reader)
+
+    def _ask(
+        self, uri: str, method: str, *args: int, of: Callable[[str, str], Any], within_s: float = _ANSWER_S
+    ) -> Any:
         node = place_of_node(self._nodes, uri)
         try:
-            if node.ray_id not in self._writers:
-                self._writers[node.ray_id] = writer_on(self._root, node.ray_id)
-            asked = getattr(self._writers[node.ray_id], method).remote(name_of(uri), *args)
-            return asked.future().result(timeout=within_s)
+            actor = of(self._root, node.ray_id)
+            return getattr(actor, method).remote(name_of(uri), *args).future().result(timeout=within_s)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, OSError):
                 raise error.cause from error
             raise OSError(f"node {node.name}: {error.cause}") from error
         except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
             raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
+
+    def _reader(self, root: str, node: str) -> Any:
+        if node not in self._readers:
+            self._readers[node] = reader_on(root, node)
+        return self._readers[node]
+
+    def below(self, name: str) -> Place:
+        """It: no directory of a node is listed by this."""
+        return self
 
     def known(self) -> Iterable[str]:
         """The keys of nodes whose disk is not lost."""
@@ -82,11 +138,11 @@ class NodePlace(Place):
 
     def upload(self, uri: str, size: int) -> None:
         """Upload a segment from its node; raises as `ask`."""
-        self.ask(uri, "upload", size, within_s=_UPLOAD_S)
+        self._ask(uri, "upload", size, of=writer_on, within_s=_UPLOAD_S)
 
     def remove(self, uri: str) -> None:
         """Remove a segment from its node's disk; raises as `ask`."""
-        self.ask(uri, "remove")
+        self._ask(uri, "remove", of=writer_on)
 
     def flush(self) -> bool:
         """Make the nodes' writers that answer soon report their latest runs; whether there are any such writers."""
@@ -148,3 +204,7 @@ def place_of_node(nodes: Nodes, uri: str) -> Node:
     if not nodes.is_alive(node):
         raise NodeAwayError(f"the run lies on node {node.name}, which is away: try again when it is back")
     return node
+
+
+def _named(root: str, node: str) -> str:
+    return f"activation segments of {root} on {node}"

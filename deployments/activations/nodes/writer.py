@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -24,6 +22,7 @@ from deployments.activations.files.disk import write
 from deployments.activations.files.machines import Heartbeat, local_locks
 from deployments.activations.files.places import place_of
 from deployments.activations.nodes.cluster import is_released
+from deployments.activations.nodes.files import serve_segments
 from deployments.activations.nodes.receiving import Home, RunReceiver, StartingError, awaited
 from deployments.activations.nodes.reporting import RunReporter
 from deployments.activations.state.nodes import Deletion, Node, uri_of
@@ -35,7 +34,6 @@ from deployments.permissions import restrict
 _OWN = ".node"  # in a directory that a node keeps for itself; no session id begins with '.'
 _ASK_S = 10.0  # that a run waits for a store that starts
 _JOIN_S = 10.0  # that the first runs wait until the node has the store's list of deletions
-_READS = 4  # pieces of segments that are read, and in memory, at a time
 _FENCES = 10_000  # of deleted sessions, which are remembered
 
 logger = logging.getLogger(__name__)
@@ -57,8 +55,7 @@ class NodeWriter(RunReceiver):
 
     def __init__(self, root: str, store: Any, archive: str | None, ray_id: str, address: str) -> None:
         self._store, self._archive, self._ray_id, self._address = store, archive, ray_id, address
-        self._root = Path(root).resolve()
-        self._reads = ThreadPoolExecutor(_READS, thread_name_prefix="node-reads")
+        self._asked, self._root = root, Path(root).resolve()
         self._fences = OrderedDict[str, None]()  # of deleted sessions, the oldest first
         self._opening = asyncio.Lock()
         self._opened = False
@@ -111,17 +108,6 @@ class NodeWriter(RunReceiver):
         await asyncio.to_thread(path.unlink, missing_ok=True)
         await asyncio.to_thread(self._catalogue.forget_files, path.as_uri())
 
-    async def size(self, name: str) -> int | None:
-        """The bytes of a segment of the node's disk, by its name; None where there is none."""
-        try:
-            return self._path(name).stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            return None
-
-    async def read(self, name: str, first: int, size: int) -> bytes:
-        """Up to `size` bytes of a segment from byte `first`; raises OSError where the disk refuses."""
-        return await asyncio.get_running_loop().run_in_executor(self._reads, _read, self._path(name), first, size)
-
     def close(self) -> None:
         """End. What was not reported is reported when the writer starts again."""
         if self._opened:
@@ -165,7 +151,11 @@ class NodeWriter(RunReceiver):
             key, self._heartbeat = open_directory(self._root)
             write(self._root, ".", _OWN, b"A node of a cluster keeps this directory for itself.\n")
         catalogue = Catalogue.rebuild(self._root)
+        self._serve()  # before the node joins the store
         self._open(key, catalogue)
+
+    def _serve(self) -> None:
+        serve_segments(self._asked, self._ray_id)
 
     def _open(self, key: str, catalogue: Catalogue) -> None:
         self._node = Node(key, self._address, str(self._root), self._ray_id)
@@ -245,11 +235,3 @@ class NodeWriter(RunReceiver):
             self._fences[fence] = None
             while len(self._fences) > _FENCES:
                 self._fences.popitem(last=False)
-
-
-def _read(path: Path, first: int, size: int) -> bytes:
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        return os.pread(file, size, first)
-    finally:
-        os.close(file)

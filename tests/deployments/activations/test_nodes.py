@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pickle
 import sqlite3
@@ -33,6 +34,7 @@ from deployments.activations.files.disk import scan
 from deployments.activations.files.places import Place
 from deployments.activations.filters import Filter
 from deployments.activations.limits import Retention
+from deployments.activations.nodes.files import SegmentReader
 from deployments.activations.nodes.receiving import Home
 from deployments.activations.nodes.writer import NodeWriter
 from deployments.activations.reader.tables import table
@@ -103,7 +105,13 @@ class Handle:
             raise TimeoutError("nobody answers")
         if name == "place":  # without Ray
             return Home("head", mark(self._nodes.root), "")
-        return await getattr(self._actor(), name)(*args)
+        answer = getattr(self._actor(), name)(*args)
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+class Writer(NodeWriter):
+    def _serve(self):
+        """Of these tests, the node's reader is here."""
 
 
 class Nodes:
@@ -117,11 +125,12 @@ class Nodes:
         self.here = ActivationStore(str(here), archive=archive or "")
         self.store = Handle(self, lambda: self.here)
         self.writer = Handle(self, lambda: self.there)
+        self.reader = Handle(self, lambda: SegmentReader(str(self.there_root)))
         self.there = self.open_there()
 
     def open_there(self):
         async def opened():
-            return NodeWriter(str(self.there_root), self.store, self._archive, "ray-id", "10.0.0.2")
+            return Writer(str(self.there_root), self.store, self._archive, "ray-id", "10.0.0.2")
 
         return self.ask(opened())
 
@@ -190,6 +199,7 @@ def nodes(request, tmp_path, reader_of, monkeypatch):
     archive = request.getfixturevalue("bucket").uri("") if request.param == "archived" else None
     nodes = Nodes(here, here if request.param == "shared" else tmp_path / "there", reader_of, archive)
     monkeypatch.setattr("deployments.activations.nodes.files.writer_on", lambda *_: nodes.writer)
+    monkeypatch.setattr("deployments.activations.nodes.files.reader_on", lambda *_: nodes.reader)
     for caller in ("actors.store", "nodes.files"):
         monkeypatch.setattr(f"deployments.activations.{caller}.node_writers", lambda root: [nodes.writer])
     monkeypatch.setattr(
