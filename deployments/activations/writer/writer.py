@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.02  # for which a commit waits for what still comes, as long as anything does
 _LOOK_S = 60.0  # between two looks for sessions that are too old, and files that were left without a footer
-_ATTEMPTS = 3  # to make room, where sessions that were to go are written to meanwhile
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
 
@@ -340,13 +339,9 @@ class Writer:
         return answer
 
     def _make_room(self, room: Room) -> None:
-        """Delete the oldest sessions, each in a turn of its own, beside the thread; StoreError if none could be."""
-        for _ in range(_ATTEMPTS):
-            chosen = self._manager.deletable(room)
-            if self._expire_all(chosen, "the store's quota is reached, and it is the oldest"):
-                return
-            room = room._replace(stay=room.stay | {one.id for one in chosen})
-        raise room.full
+        """Delete the oldest sessions, each in a turn of its own, beside the thread."""
+        if not self._expire_all(self._manager.deletable(room), "the store's quota is reached, and it is the oldest"):
+            raise room.full
 
     def _expire_all(self, sessions: Iterable[SessionSize], why: str) -> list[str]:
         """Delete sessions, each in a turn of its own: runs are written in between. Those that were."""
