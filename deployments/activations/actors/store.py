@@ -42,7 +42,6 @@ _ACTOR = "activation store of "  # what a store's name begins with
 _ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
 _POLL_S = 0.05  # between two looks whether it is
 _WATCH_S = 2.0  # between two looks for nodes that have come back
-_ROOM_S = 5.0  # that a report waits for deletions; what they come to, the next one says
 _FLUSH_S = 30.0  # for which a node's writer is waited for
 _RESTART_S = 10.0  # the same, while a request waits
 _START_PAUSE_S = 1.0  # before a store that came back by itself, and could not start, is started again
@@ -144,7 +143,7 @@ class ActivationStore(RunReceiver):
     async def check_room(self, session_id: str, size: int) -> None:
         """Raise StoreError if a run of `size` bytes cannot be stored now; nothing is kept free for it."""
         if self._writing().has_quotas:
-            await asyncio.wrap_future(self._writing().room(session_id, size))
+            await self._ask(lambda manager: manager.check(session_id, size))
         await self._room.check(size)
 
     async def claim(self, session_id: str, account: Account) -> str:
@@ -263,18 +262,10 @@ class ActivationStore(RunReceiver):
         return Reply(self._node_life(), {}, deletions, known, releases)
 
     async def report(self, key: str, notes: list[FileUpdate], deleted: list[int], asked: list[str]) -> Reply:
-        """As `SessionManager.note`, also which of `asked` are refused by a quota.
-
-        `deleted` are ids of deletions that the node did before it wrote these runs.
-        """
+        """As `SessionManager.note`; `deleted` are ids of deletions that the node did before it wrote these runs."""
         if deleted:
             await asyncio.to_thread(self._end_deletions, key, deleted)
-        refused = await self._ask(lambda manager: manager.note(key, notes))
-        names = {*asked, *(note.session_id for note in notes)} - refused.keys()
-        if names and self._writing().has_quotas:
-            made = {asyncio.wrap_future(self._writing().room(name, 1, make=True)): name for name in names}
-            done, _ = await asyncio.wait(made, timeout=_ROOM_S)
-            refused |= {made[one]: str(error) for one in done if (error := one.exception())}
+        refused = await self._ask(lambda manager: manager.note(key, notes, asked))
         waiting = await asyncio.to_thread(self._nodes.deletions, key) if key else []
         return Reply(self._node_life(), refused, waiting)
 

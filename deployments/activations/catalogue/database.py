@@ -19,12 +19,12 @@ from deployments.activations.files.sqlite import connected, transaction
 NAME = ".catalogue.sqlite3"  # no session id begins with '.'
 LOCK = ".catalogue.lock"
 
-# `files.rows` counts the rows of the file's known runs, NULL where another file has them all; a file
+# `files.rows` counts the rows of the file's known runs, NULL where another file has some of them as well; a file
 # without `modified_ns` is read again at the next start. The indexes cover what filters and sums use, so that neither
-# reads the runs themselves. Kept by triggers: `sums`, totals of runs by session and model, with the time of the last
-# run and a `mark` that changes with each change; `sizes`, the bytes of each session's files, and of all under ''. From
-# a bucket's manifest come `archived`, which files are in it, `applied`, the parts that were read, `deleted`, segments
-# that are gone for good (their objects too unless `pending`), and `records`, copies of pins and owners.
+# reads the runs themselves. `sums` are totals by session and model, kept by triggers; their
+# `mark` changes with each change. From a bucket's manifest come `archived`, which files are in it, `applied`, the parts
+# that were read, `deleted`, segments that are gone for good (their objects too unless `pending`), and `records`, copies
+# of pins and owners.
 _TABLES = """
 CREATE TABLE origin (inode INTEGER NOT NULL);
 
@@ -61,15 +61,13 @@ CREATE TABLE records (kind TEXT, session TEXT, value TEXT, at REAL NOT NULL, PRI
 
 CREATE TABLE sums (
     session TEXT NOT NULL, model TEXT NOT NULL, runs INTEGER NOT NULL, tokens INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    updated REAL NOT NULL, mark INTEGER NOT NULL, PRIMARY KEY (session, model)
+    mark INTEGER NOT NULL, PRIMARY KEY (session, model)
 ) WITHOUT ROWID;
 
-CREATE INDEX sums_by_age ON sums (updated, session);
-
 CREATE TRIGGER run_added AFTER INSERT ON runs BEGIN
-    INSERT INTO sums VALUES (NEW.session, NEW.model, 1, NEW.tokens, NEW.bytes, NEW.created, random())
+    INSERT INTO sums VALUES (NEW.session, NEW.model, 1, NEW.tokens, NEW.bytes, random())
     ON CONFLICT (session, model) DO UPDATE SET runs = runs + 1, tokens = tokens + NEW.tokens,
-    bytes = bytes + NEW.bytes, updated = max(updated, NEW.created), mark = random();
+    bytes = bytes + NEW.bytes, mark = random();
 END;
 
 CREATE TRIGGER run_gone AFTER DELETE ON runs
@@ -77,24 +75,6 @@ WHEN EXISTS (SELECT 1 FROM sums WHERE session = OLD.session AND model = OLD.mode
     UPDATE sums SET runs = runs - 1, tokens = tokens - OLD.tokens, bytes = bytes - OLD.bytes, mark = random()
     WHERE session = OLD.session AND model = OLD.model;
     DELETE FROM sums WHERE session = OLD.session AND model = OLD.model AND runs = 0;
-    UPDATE sums SET updated = (SELECT max(created) FROM runs WHERE session = OLD.session AND model = OLD.model)
-    WHERE session = OLD.session AND model = OLD.model AND updated = OLD.created;
-END;
-
-CREATE TABLE sizes (session TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
-
-CREATE TRIGGER file_added AFTER INSERT ON files BEGIN
-    INSERT INTO sizes VALUES (NEW.session, NEW.bytes), ('', NEW.bytes)
-    ON CONFLICT (session) DO UPDATE SET bytes = bytes + excluded.bytes;
-END;
-
-CREATE TRIGGER file_grown AFTER UPDATE OF bytes ON files WHEN NEW.bytes != OLD.bytes BEGIN
-    UPDATE sizes SET bytes = bytes + NEW.bytes - OLD.bytes WHERE session IN (NEW.session, '');
-END;
-
-CREATE TRIGGER file_gone AFTER DELETE ON files BEGIN
-    UPDATE sizes SET bytes = bytes - OLD.bytes WHERE session IN (OLD.session, '');
-    DELETE FROM sizes WHERE session = OLD.session AND bytes = 0;
 END;
 """
 # A database with fewer facts of a run than this version has is of another layout, too.

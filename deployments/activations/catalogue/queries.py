@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from deployments.activations.catalogue.rows import ENTRIES, entries_of, tag_line
 from deployments.activations.facts import Entry, StoredFile, name_of
 from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.limits import SessionSize
 from deployments.errors import RequestError
 
 _SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(DISTINCT model),
     min(created), max(created) FROM runs INDEXED BY runs_by_session"""
 _ALL_SUMS = """SELECT session, sum(runs), sum(tokens), sum(bytes), json_group_array(model),
-    (SELECT min(created) FROM runs AS own WHERE own.session = runs.session), max(updated) FROM sums AS runs"""
-_PAGE = 500  # sessions
+    (SELECT min(created) FROM runs AS own WHERE own.session = runs.session),
+    (SELECT max(created) FROM runs AS own WHERE own.session = runs.session) FROM sums AS runs"""
 _LISTED = ["run_id", "session_id", "model", "created", "prompt_tokens", "tokens", "sample_id", "tags", "finish_reason"]
 
 
@@ -49,10 +47,10 @@ class Queries(ABC):
         """Whether the session has a run."""
         return bool(self.select("SELECT 1 FROM runs WHERE session = ? LIMIT 1", session_id))
 
-    def size(self, *session_ids: str) -> int:
-        """The bytes of the files of these sessions, or of all."""
-        summed = "SELECT coalesce(sum(bytes), 0) FROM sizes WHERE session IN (SELECT value FROM json_each(?))"
-        return int(self.select(summed, _listed(session_ids or [""]))[0][0])
+    def sizes(self, but: Collection[str] = ()) -> dict[str, int]:
+        """The bytes of each session's files, except those with these URIs."""
+        others = "uri NOT IN (SELECT value FROM json_each(?))"
+        return dict(self.select(f"SELECT session, sum(bytes) FROM files WHERE {others} GROUP BY session", _listed(but)))
 
     def files(self, session_id: str) -> dict[str, int]:
         """The bytes of a session's files by their URIs."""
@@ -90,24 +88,14 @@ class Queries(ABC):
         """The runs of one file, in the order in which they were added."""
         return entries_of(self.select(f"{ENTRIES} WHERE files.uri = ? ORDER BY runs.rowid", uri))
 
-    def last_run(self, session_id: str) -> float | None:
-        """The Unix time of a session's last run; None if it has none."""
-        [[last]] = self.select("SELECT max(updated) FROM sums WHERE session = ?", session_id)
-        return last  # type: ignore[no-any-return]
-
-    def by_age(self, until: float = math.inf) -> Iterator[SessionSize]:
-        """The sessions whose last run was before a time in Unix seconds, the oldest first.
-
-        They are looked for in pages, so that nobody else waits for the catalogue meanwhile.
-        """
-        later = "SELECT 1 FROM sums AS other WHERE other.session = sums.session AND other.updated > sums.updated"
-        page = f"""SELECT DISTINCT session, coalesce((SELECT bytes FROM sizes WHERE sizes.session = sums.session), 0),
-            updated FROM sums WHERE updated < ? AND (updated, session) > (?, ?) AND NOT EXISTS ({later})
-            ORDER BY updated, session LIMIT {_PAGE}"""
-        last = SessionSize("", 0, -math.inf)
-        while found := [SessionSize(*row) for row in self.select(page, until, last.last, last.id)]:
-            yield from found
-            last = found[-1]
+    def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
+        """The Unix time of the last run of one session, or of each that has a run."""
+        last = "SELECT max(created) FROM runs WHERE session = known.session"
+        of, values = (
+            ("SELECT DISTINCT session FROM files", []) if session_id is None else ("SELECT ? AS session", [session_id])
+        )
+        found = self.select(f"SELECT session, ({last}) FROM ({of}) AS known", *values)
+        return [(session_id, created) for session_id, created in found if created is not None]
 
     def find(self, run_id: str) -> Entry | None:
         """A run by its id; None if there is none."""

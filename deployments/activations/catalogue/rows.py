@@ -176,10 +176,7 @@ def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry],
             found = database.execute(new, (session_id, file.uri)).lastrowid, 0, 0
         id, known, size = found
         added = add_runs(database, session_id, id, entries)
-        if known is None or added < len(entries):  # some were known, of this file or another
-            [count] = database.execute("SELECT sum(rows) FROM runs WHERE file = ?", (id,)).fetchone()
-        else:
-            count = known + sum(entry.rows for entry in entries)
+        count = known + sum(entry.rows for entry in entries) if known is not None and added == len(entries) else None
         if entries and not known:
             said = json.dumps(dict(entries[0].points))
             database.execute("UPDATE files SET points = ? WHERE id = ?", (said, id))

@@ -55,11 +55,6 @@ class Segment:
         return self._end - self._syncing.written
 
     @property
-    def synced(self) -> int:
-        """Bytes of durable runs, the footer included once it is sealed."""
-        return self._synced.length
-
-    @property
     def size(self) -> int:
         """Bytes in the file, those of a run that is not finished included."""
         return self._end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 from deployments.accounts import Account
@@ -57,7 +57,7 @@ class Owners(State):
             (readable if account.may_read(owner, bool(shared)) else others).append(name)
         return (None, tuple(others)) if account.reads_unowned else (tuple(readable), ())
 
-    def claim(self, session_id: str, account: Account, there: Callable[[], Container[str]], most: int | None) -> str:
+    def claim(self, session_id: str, account: Account, there: Callable[[], Set[str]], most: int | None) -> str:
         """Admit a request that records into a session; who comes first owns it. Returns the session's fence.
 
         `there` gives the sessions that have runs, or are about to; `most` sessions may be an owner's. RequestError 403
@@ -101,7 +101,7 @@ class Owners(State):
         """A session was deleted: its name is free again when this returns."""
         self.write("DELETE FROM owners WHERE session = ?", [(session_id,)])
 
-    def _check_room(self, new: Record, there: Callable[[], Container[str]], most: int | None) -> None:
+    def _check_room(self, new: Record, there: Callable[[], Set[str]], most: int | None) -> None:
         """Raise where an owner has too many sessions; those that never got a run are dropped before."""
         if most is None or not new.limited or len(own := self.limited(new.owner)) < most:
             return

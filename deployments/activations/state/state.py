@@ -163,7 +163,7 @@ class Pins(State):
         return frozenset(name for (name,) in self.rows("SELECT session FROM pins"))
 
     def __contains__(self, session_id: str) -> bool:
-        return bool(self.rows("SELECT 1 FROM pins WHERE session = ?", session_id))
+        return session_id in self.names()
 
     def set(self, session_id: str, pinned: bool) -> None:
         """Pin a session, or take its pin away; durable when it returns. ValueError if the id can name no session."""

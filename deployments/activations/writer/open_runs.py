@@ -16,7 +16,7 @@ from deployments.activations.facts import Entry, RunFacts, RunName, StoreError, 
 from deployments.activations.segments.schema import segment_facts
 from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.writer.pool import Pool
-from deployments.activations.writer.retention import Room, SessionManager
+from deployments.activations.writer.retention import SessionManager
 
 
 class Chunk(NamedTuple):
@@ -79,21 +79,15 @@ class OpenRuns:
         """The sessions of which a run is open, or anything is not durable yet."""
         return self._written | {name.session_id for name in self._open}
 
-    def write(self, chunk: Chunk, refused: BaseException | None = None) -> tuple[Segment, Entry | None] | Room:
-        """Write one chunk; with the last one the run becomes an entry, not durable yet. StoreError ends the run.
-
-        Nothing is written where it needs `Room` first, or that is `refused`.
-        """
+    def write(self, chunk: Chunk) -> tuple[Segment, Entry | None]:
+        """Write one chunk; with the last one the run becomes an entry, not durable yet. StoreError ends the run."""
         self._check(chunk)
         name, entry = chunk.name, None
         try:
-            if refused:
-                raise refused
             self._manager.check_fence(name.session_id, chunk.fence)
             before = self._open[name].bytes if name in self._open else 0
             size = sum(batch.nbytes for batch in chunk.batches)
-            if room := self._manager.check(name.session_id, size, chunk.most - before):
-                return room
+            self._manager.make_room(name.session_id, size, chunk.most - before)
             self._written.add(name.session_id)
             if chunk.part == 0:
                 self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))
@@ -112,10 +106,10 @@ class OpenRuns:
             return run.segment, entry
         except (OSError, pa.ArrowException) as error:
             reason = explain(self._root, error)
-            self._manager.recount()
         except StoreError as error:
             reason = error.with_traceback(None)
         self._end(name)
+        self._manager.recount()
         if not chunk.run:  # there may be more to come
             self._remember(name, str(reason))
         raise reason  # out here without a context, whose frames would keep the batches alive

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
@@ -115,11 +115,12 @@ class Pool:
     def _open(self) -> list[Segment]:
         return [*self._taken, *self._idle, *self._closing]
 
-    def unlisted(self, *session_ids: str) -> int:
-        """The bytes of the open files of these sessions, or of all, that the catalogue does not count yet."""
-        of = frozenset(session_ids)
-        own = (segment for segment in self._open if not of or segment.session_id in of)
-        return sum(segment.size - segment.synced for segment in own if segment.rows or not segment.broken)
+    def sizes(self) -> Counter[str]:
+        """The bytes of each session's files, those that are being written included."""
+        sizes = Counter(self._catalogue.sizes(but=self.own))
+        for segment in self._open:
+            sizes[segment.session_id] += segment.size
+        return sizes
 
     def _spent(self, segment: Segment) -> bool:
         return segment.broken or segment.length >= self._segment_bytes

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -158,8 +158,8 @@ def _recover_file(path: Path, folder: int) -> None:
         os.close(file)
 
 
-def seal_left(path: Path) -> FileUpdate | None:
-    """Seal a session's file that nobody writes any more, as `recover`; the file and its runs.
+def seal_left(path: Path, known: Collection[str]) -> FileUpdate | None:
+    """Seal a session's file that nobody writes any more, as `recover`; the file and its runs whose ids are not `known`.
 
     None where it is being written, or gone. OSError or ArrowException if it cannot be sealed.
     """
@@ -173,7 +173,7 @@ def seal_left(path: Path) -> FileUpdate | None:
         return None
     rows = sum(entry.rows for entry in entries)
     file = StoredFile(path.as_uri(), state.st_size, True, rows, state.st_mtime_ns)
-    return FileUpdate(path.parent.name, entries, file)
+    return FileUpdate(path.parent.name, [entry for entry in entries if entry.facts.run_id not in known], file)
 
 
 def _changed(run: WholeRun) -> bool:

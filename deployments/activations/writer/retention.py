@@ -7,10 +7,12 @@ import logging
 import os
 import secrets
 import subprocess
-from collections.abc import Callable, Iterator, Sequence, Set
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from deployments.accounts import OPERATOR, Account
@@ -19,7 +21,7 @@ from deployments.activations.facts import FileUpdate, StoreError, name_of
 from deployments.activations.files.disk import DELETED, directory, scan_session
 from deployments.activations.limits import Retention, SessionSize, oldest
 from deployments.activations.state.nodes import node_of
-from deployments.activations.state.owners import Owners
+from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.state import Pins
 from deployments.activations.writer.pool import Pool
 
@@ -32,26 +34,11 @@ _REMOVALS = 4  # sessions whose files are removed at a time: a small one waits f
 logger = logging.getLogger(__name__)
 
 
-class Room(NamedTuple):
-    """Bytes that are `missing` in a full store for a session, whose run may yet get `more` than that.
-
-    Sessions in `stay` are not deleted for them; `own` are the writer's open files by URI.
-    """
-
-    session_id: str
-    missing: int
-    more: int
-    stay: Set[str]
-    own: Set[str]
-    full: StoreError  # what is said where deletions do not suffice
-
-
 class SessionManager:
-    """Quotas, deletion, pins and owners of a store's sessions.
+    """Quotas, deletion, pins and owners of a store's sessions. On the writer's thread, except `retention` and `old`.
 
-    On the writer's thread, except `retention`, `old` and `deletable`: nothing else takes longer the more sessions there
-    are, but for the sum of an owner's sessions after each `recount`. Quotas and age never delete a session that is
-    pinned or being written, also by another node. For an account, a session that it may not change does not exist.
+    Quotas and age never delete a session that is pinned or being written, also by another node. For an account, a
+    session that it may not change does not exist.
 
     Args:
         root: The directory of the sessions.
@@ -76,90 +63,98 @@ class SessionManager:
         self._root, self._catalogue, self._pool, self._pins = root, catalogue, pool, Pins(root)
         self._owners, self._archive, self._nodes = owners, archive, nodes
         self._removals = ThreadPoolExecutor(_REMOVALS, thread_name_prefix="activation-removal")
-        self._owned: dict[str | None, int] = {}  # the bytes of an owner, whose sum takes long
-
-    def __contains__(self, session_id: object) -> bool:
-        """Whether a session has files, or is about to."""
-        return self._catalogue.size(str(session_id)) > 0 or session_id in self.busy()
+        self._used, self._total, self._until = Counter[str](), 0, 0.0  # bytes, and until when they are taken as right
+        self._owned: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
 
     # ---- room
 
-    def used(self, *session_ids: str) -> int:
-        """The bytes of the files of these sessions, or of all."""
-        return self._catalogue.size(*session_ids) + self._pool.unlisted(*session_ids)
+    def used(self) -> Counter[str]:
+        """The bytes of each session's files: counted now and then, and what is written in between is added."""
+        if (began := time.monotonic()) >= self._until:
+            self._used = self._pool.sizes()
+            self._total = self._used.total()
+            self._owned.clear()
+            self._until = (ended := time.monotonic()) + max(1.0, 100 * (ended - began))
+        return self._used
 
     def grow(self, session_id: str, size: int) -> None:
         """A session's files have so many bytes more."""
-        if self._owned and (owner := self._owner(session_id)) in self._owned:
-            self._owned[owner] += size
+        self._used[session_id] += size
+        self._total += size
 
     def recount(self) -> None:
-        """Count the bytes of owners again at the next use."""
-        self._owned.clear()
+        """Count the bytes of files again at the next use."""
+        self._until = 0.0
 
-    def check(self, session_id: str, size: int, most: int = 0) -> Room | None:
-        """What has to be made free before a session gets `size` bytes more; StoreError if a quota refuses.
+    def check(self, session_id: str, size: int, most: int = 0, stay: Set[str] = frozenset()) -> list[SessionSize]:
+        """The sessions to delete before a session gets `size` bytes more; StoreError if a quota refuses.
 
-        A run may get more than fits: `most` bytes from now on.
+        Nothing is deleted for a run that may get more than fits, `most` bytes from now on; sessions in `stay` are not.
         """
         limits = self.retention
-        if not (limits.has_quotas and size):
-            return None
-        limit = limits.max_session_bytes
-        if limit is not None and (used := self.used(session_id)) + size > limit:
+        limit, used = limits.max_session_bytes, self.used()[session_id] if limits.has_quotas else 0
+        if limit is not None and used + size > limit:
             what = "store in another session, delete this one, or raise max_session_bytes"
-            raise _full(f"quota of session {session_id}", used, limit, size, what)
+            raise StoreError(_full(f"quota of session {session_id}", used, limit, size, what))
         self._check_owner(session_id, size)
         limit = limits.max_store_bytes
-        if limit is None or (missing := (used := self.used()) + size - limit) <= 0:
-            return None
+        if limit is None or (missing := self._total + size - limit) <= 0:
+            return []
+        if limits.delete_oldest:
+            deletable = self._deletable_for(session_id, stay)
+            if sum(session.bytes for session in deletable) >= missing + max(0, most - size):
+                return oldest(deletable, missing)
         what = "delete sessions that are not needed, or raise max_store_bytes"
-        full = _full("store's quota", used, limit, size, what)
-        if not limits.delete_oldest:
-            raise full
-        return Room(session_id, missing, max(0, most - size), frozenset(self.busy()), self._pool.own, full)
+        raise StoreError(_full("store's quota", self._total, limit, size, what))
 
-    def deletable(self, room: Room) -> list[SessionSize]:
-        """The sessions to delete for one, of its owner, the oldest first; StoreError where all are not enough."""
-        found, free, owner = list[SessionSize](), 0, self._owner(room.session_id)
-        stay = {room.session_id} | room.stay | self._pins.names()
-        for session in self._catalogue.by_age():
-            is_owners = session.id not in stay and self._owner(session.id) == owner
-            if is_owners and self._is_as_known(session.id, room.own):
-                found.append(session)
-                free += session.bytes
-                if free >= room.missing + room.more:
-                    return oldest(found, room.missing)
-        raise room.full
+    def make_room(self, session_id: str, size: int, most: int = 0) -> None:
+        """The same, and delete what has to be deleted; OSError if the disk refuses that."""
+        if not self.retention.has_quotas or not size:
+            return
+        stay = set[str]()
+        while changed := {one.id for one in self.check(session_id, size, most, stay) if not self._is_as_known(one.id)}:
+            stay |= changed
+        for session in self.check(session_id, size, most, stay):
+            logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
+            self.delete(session.id, automatic=True).add_done_callback(_log)
 
-    def _owner(self, session_id: str) -> str | None:
-        record = self._owners.of(session_id) if self._owners else None
-        return record.owner if record else None
+    def _deletable_for(self, session_id: str, stay: Set[str]) -> list[SessionSize]:
+        """The sessions that may go for a run of a session: its owner's alone."""
+        others = self._owners.all() if self._owners else {}
+        nobodys = Record(None)
+        owner = others.get(session_id, nobodys).owner
+        sizes, stay = self.used(), {session_id} | stay | self.busy() | self._pins.names()
+        return [
+            SessionSize(name, sizes[name], last)
+            for name, last in self._catalogue.last_runs()
+            if name not in stay and others.get(name, nobodys).owner == owner
+        ]
 
     def _check_owner(self, session_id: str, size: int) -> None:
         limit = self.retention.max_owner_bytes
         if self._owners is None or limit is None or not (record := self._owners.of(session_id)) or not record.limited:
             return
-        if (used := self._owned.get(record.owner)) is None:
-            used = self._owned[record.owner] = self.used(*self._owners.limited(record.owner))
+        if (used := self._owned.get(record.owner, limit)) + size > limit:
+            used = sum(self.used()[one] for one in self._owners.limited(record.owner))
         if used + size > limit:
             what = "delete sessions that are not needed, or raise max_owner_bytes"
-            raise _full(f"quota of {record.owner}", used, limit, size, what)
+            raise StoreError(_full(f"quota of {record.owner}", used, limit, size, what))
+        self._owned[record.owner] = used + size
 
-    def _is_as_known(self, session_id: str, own: Set[str]) -> bool:
-        """Whether the files of a session, of which no run is open here, are as is known; `own` are open here."""
+    def _is_as_known(self, session_id: str) -> bool:
+        """Whether the files of a session, of which no run is open here, are as is known."""
+        known = self._pool.own | {f"{uri} {size}" for uri, size in self._catalogue.files(session_id).items()}
         files = [(seen.uri, seen.bytes) for seen in scan_session(self._root, session_id)]
-        known = self._catalogue.files(session_id) if files else {}
-        return all(uri in own or known.get(uri) == size for uri, size in files)
+        return all(uri in known or f"{uri} {size}" in known for uri, size in files)
 
     # ---- other nodes
 
-    def note(self, key: str, notes: Sequence[FileUpdate]) -> dict[str, str]:
-        """List runs that another node's writer stored; which sessions get no more runs there now, and why."""
+    def note(self, key: str, notes: Sequence[FileUpdate], asked: Collection[str]) -> dict[str, str]:
+        """List runs that another node's writer stored; which sessions of these and of `asked` get no more, and why."""
         gone = {deletion.session_id for deletion in self._nodes.deletions(key)} if key and self._nodes else set[str]()
+        refused = {session_id: f"Session {session_id} is being deleted: send the request again." for session_id in gone}
+        notes = [note for note in notes if note.session_id not in gone]
         for note in notes:
-            if note.session_id in gone:
-                continue
             if key:
                 is_gone = self._archive and self._archive.has(note.file)
             else:  # the node may see this directory under another path
@@ -169,27 +164,33 @@ class SessionManager:
                     logger.warning("%s, which a node wrote, is gone: its session may have been deleted since", path)
             if not is_gone:
                 self.grow(note.session_id, self._catalogue.add(note))
-        return {session_id: f"Session {session_id} is being deleted: send the request again." for session_id in gone}
+        for session_id in {note.session_id for note in notes} | set(asked) - gone:
+            try:
+                self.make_room(session_id, 1)
+            except StoreError as error:
+                refused[session_id] = str(error)
+        return refused
 
     # ---- age
 
-    def old(self, now: float) -> Iterator[SessionSize]:
-        """The sessions that are too old by a time in Unix seconds, unless something keeps them from `expire`."""
+    def old(self, now: float) -> list[str]:
+        """The sessions that may be too old by a time in Unix seconds, of which `expire` deletes those that are."""
         age = self.retention.max_session_age_s
-        return iter(()) if age is None else self._catalogue.by_age(now - age)
+        return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
 
-    def expire(self, session: SessionSize, why: str) -> bool:
-        """Delete a session unless it is pinned or has changed since; whether it did. On a disk error it stays."""
-        if session.id in self.busy() or session.id in self._pins:
+    def expire(self, session_id: str, now: float) -> bool:
+        """Delete a session if its last run is too old by `now`; whether it did. On a disk error it stays."""
+        age = self.retention.max_session_age_s
+        if age is None or session_id in self.busy() | self._pins.names():
             return False
         try:
-            last = self._catalogue.last_run(session.id)
-            if last is not None and last <= session.last and self._is_as_known(session.id, self._pool.own):
-                logger.warning("session %s is deleted: %s", session.id, why)
-                self.delete(session.id, automatic=True).add_done_callback(_log)
+            is_old = any(last < now - age for _, last in self._catalogue.last_runs(session_id))
+            if is_old and self._is_as_known(session_id):
+                logger.warning("session %s is deleted: its last run is more than %g s old", session_id, age)
+                self.delete(session_id, automatic=True).add_done_callback(_log)
                 return True
         except OSError:
-            logger.exception("session %s cannot be deleted", session.id)
+            logger.exception("session %s cannot be deleted", session_id)
         return False
 
     # ---- owners and pins
@@ -198,7 +199,7 @@ class SessionManager:
         """Admit a request that records into a session, as `Owners.claim`."""
         assert self._owners is not None
         most = self.retention.max_owner_sessions
-        return self._owners.claim(session_id, account, lambda: self, most)
+        return self._owners.claim(session_id, account, lambda: self._pool.sizes().keys() | self.busy(), most)
 
     def check_fence(self, session_id: str, fence: str | None) -> None:
         """Refuse a run of a session that was deleted since its request was admitted, as `Owners.check`."""
@@ -245,16 +246,16 @@ class SessionManager:
         if self._archive:
             self._archive.check_deletes()
         self._pool.close(session_id)
-        freed = self.used(session_id)
         if self._nodes and self._catalogue.knows(session_id):
             record = self._owners.of(session_id) if self._owners else None
-            last = self._catalogue.last_run(session_id) if automatic else None
+            last = max((at for _, at in self._catalogue.last_runs(session_id)), default=0.0) if automatic else None
             holding = {node_of(uri) for uri in self._catalogue.files(session_id)}
             self._nodes.begin_deletion(session_id, record.fence if record else None, last, holding)
         known = self._archive.delete(session_id) if self._archive else False
         trash = self._put_aside(session_id)
         known = self._catalogue.drop(session_id) or known
-        self.grow(session_id, -freed)
+        self._total -= self._used.pop(session_id, 0)
+        self._owned.clear()
         if self._owners:  # after the files: a crash between them leaves no session without its owner
             self._owners.forget(session_id)
         if trash:
@@ -292,5 +293,5 @@ def _log(deletion: Future[bool]) -> None:
         logger.error("a session that was deleted has files left", exc_info=error)
 
 
-def _full(quota: str, used: int, most: int, size: int, what: str) -> StoreError:
-    return StoreError(f"The {quota} is reached: {used} of {most} bytes are used, and {size} more do not fit: {what}.")
+def _full(quota: str, used: int, most: int, size: int, what: str) -> str:
+    return f"The {quota} is reached: {used} of {most} bytes are used, and {size} more do not fit: {what}."

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,18 +23,17 @@ import pyarrow as pa
 
 from deployments.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Entry, FileUpdate, RunFacts, RunName, StoredRun, StoreError, explain
+from deployments.activations.facts import FileUpdate, RunFacts, RunName, StoredRun, StoreError, explain
 from deployments.activations.files.places import path_of
-from deployments.activations.limits import Retention, SessionSize
+from deployments.activations.limits import Retention
 from deployments.activations.segments.checksums import described
 from deployments.activations.segments.schema import batch_metadata
-from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.state.owners import Owners
 from deployments.activations.writer.group_commit import Commits
 from deployments.activations.writer.open_runs import Chunk, OpenRuns, check_name
 from deployments.activations.writer.pool import Pool
 from deployments.activations.writer.recovery import seal_left
-from deployments.activations.writer.retention import Room, SessionManager
+from deployments.activations.writer.retention import SessionManager
 from deployments.errors import RequestError
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ class Writer:
         self._runs = OpenRuns(root, catalogue, self._pool, self._manager, lease_s)
         self._commits = Commits(root, catalogue, self._runs, wake)
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="activation-expiry")
-        self._rooms = ThreadPoolExecutor(1, thread_name_prefix="activation-room")
         self._look = time.monotonic() + _LOOK_S  # when to look for what is too old, or was left
         self._unsealable = set[str]()  # the URIs of files that get no footer
         self._asked: list[Future[Any]] = []  # and perhaps not answered
@@ -145,18 +143,6 @@ class Writer:
         """Queue a call of the writer's `SessionManager`, as in `ask(lambda manager: manager.pin("s", True))`."""
         return self._put(lambda: work(self._manager))
 
-    def room(self, session_id: str, size: int, make: bool = False) -> Future[Any]:
-        """Queue: whether a session may get `size` bytes, also after others that the limits let go; StoreError if not.
-
-        With `make` those are deleted. The queue does not wait for that.
-        """
-
-        def check() -> Future[Any] | None:
-            needed = self._manager.check(session_id, size)
-            return self._rooms.submit(self._make_room if make else self._manager.deletable, needed) if needed else None
-
-        return self._put(check)
-
     def retain(self, retention: Retention, now: float | None = None) -> Future[list[str]]:
         """Queue other limits, looked after each minute; answered with the sessions too old by `now`, once deleted."""
 
@@ -187,7 +173,6 @@ class Writer:
         self._queue.put(None)
         self._thread.join()
         self._looks.shutdown()
-        self._rooms.shutdown()
         self._manager.close()
         self._commits.close()
 
@@ -258,9 +243,8 @@ class Writer:
             self._do(request)
         if time.monotonic() >= self._look:
             self._look = time.monotonic() + _LOOK_S
-            self._manager.recount()
-            for look in (self._looks.submit(self._seal_left), self._expire(time.time())):
-                look.add_done_callback(self._log)
+            self._looks.submit(self._seal_left)
+            self._expire(time.time()).add_done_callback(self._log)
         return not last
 
     def _waiting(self) -> deque[_QueuedCall]:
@@ -305,16 +289,11 @@ class Writer:
         else:
             to.set_exception(explain(self._root, error) if isinstance(error, OSError) else error)
 
-    def _write(self, chunk: Chunk, refused: BaseException | None = None) -> Future[Any] | None:
-        written: tuple[Segment, Entry | None] | Room | None = None
+    def _write(self, chunk: Chunk) -> Future[StoredRun] | None:
         try:
-            written = self._runs.write(chunk, refused)
+            segment, entry = self._runs.write(chunk)
         finally:
-            if not isinstance(written, Room):
-                chunk.batches.clear()
-        if isinstance(written, Room):
-            return self._write_later(chunk, written)
-        segment, entry = written
+            chunk.batches.clear()
         if entry:
             durable = Future[StoredRun]()
             self._commits.add(segment, (durable, entry))
@@ -322,35 +301,6 @@ class Writer:
         if segment.unsynced >= _SYNC_BYTES:
             self._commits.add(segment)
         return None
-
-    def _write_later(self, chunk: Chunk, room: Room) -> Future[Any]:
-        """Make room, and then write a chunk, or end its run where there can be none."""
-        answer = Future[Any]()
-
-        def again(made: Future[None]) -> None:
-            try:
-                written = self._put(partial(self._write, chunk, made.exception()))
-            except StoreError as error:  # the writer is closed
-                answer.set_exception(error)
-            else:
-                written.add_done_callback(lambda done: self._pass_on(done, answer))
-
-        self._rooms.submit(self._make_room, room).add_done_callback(again)
-        return answer
-
-    def _make_room(self, room: Room) -> None:
-        """Delete the oldest sessions, each in a turn of its own, beside the thread."""
-        if not self._expire_all(self._manager.deletable(room), "the store's quota is reached, and it is the oldest"):
-            raise room.full
-
-    def _expire_all(self, sessions: Iterable[SessionSize], why: str) -> list[str]:
-        """Delete sessions, each in a turn of its own: runs are written in between. Those that were."""
-        limits, expire = self._manager.retention, self._manager.expire
-        return [
-            one.id
-            for one in sessions
-            if self._manager.retention is limits and self._put(partial(expire, one, why)).result()
-        ]
 
     def _abandon(self, name: RunName) -> None:
         segment = self._runs.abandon(name, f"Run {name.run_id} was abandoned: send the request again.")
@@ -379,29 +329,38 @@ class Writer:
         self._pool.close(session_id)
 
     def _expire(self, now: float) -> Future[list[str]]:
-        """Look for sessions that are too old in the background, and delete them."""
-        why = f"its last run is more than {self._manager.retention.max_session_age_s} s old"
-        return self._looks.submit(lambda: self._expire_all(self._manager.old(now), why))
+        """Look for sessions that are too old in the background, and delete each in a turn of its own."""
+
+        def expire() -> list[str]:
+            old = self._manager.old(now)
+            return [name for name in old if self._put(partial(self._manager.expire, name, now)).result()]
+
+        return self._looks.submit(expire)
 
     def _seal_left(self) -> None:
         """Seal files that nobody writes: of writers of other nodes that were killed, or on a disk that was full."""
-        left = set(self._catalogue.unsealed()) - self._unsealable
-        for uri in left and left - self._put(lambda: self._pool.own).result():
-            try:
-                update = seal_left(path_of(uri))
-            except OSError as error:  # of this file, perhaps
-                logger.error("%s is sealed later: %s", uri, error)
-            except Exception:  # whatever is in it: the other files are sealed all the same
-                logger.exception("%s cannot be sealed: it is left as it is", uri)
-                self._unsealable.add(uri)
-            else:
-                if update:
-                    self._put(partial(self._add_left, update)).result()
+        try:
+            left = set(self._catalogue.unsealed()) - self._unsealable
+            for uri in left and left - self._put(lambda: self._pool.own).result():
+                known = {entry.facts.run_id for entry in self._catalogue.of_file(uri)}
+                try:
+                    if update := seal_left(path_of(uri), known):
+                        self._put(partial(self._add_left, update)).result()
+                except StoreError:
+                    raise
+                except OSError as error:  # of this file, perhaps
+                    logger.error("%s is sealed later: %s", uri, error)
+                except Exception:  # whatever is in it: the other files are sealed all the same
+                    logger.exception("%s cannot be sealed: it is left as it is", uri)
+                    self._unsealable.add(uri)
+        except StoreError as error:
+            if not self._closed:
+                logger.error("files without a footer are sealed later: %s", error)
 
     def _add_left(self, update: FileUpdate) -> None:
         if path_of(update.file.uri).exists():  # its session was not deleted meanwhile
             self._catalogue.add(update)
 
-    def _log(self, look: Future[Any]) -> None:
-        if not self._closed and (error := look.exception()):
-            logger.error("old sessions and files without a footer of %s stay for now", self._root, exc_info=error)
+    def _log(self, expired: Future[list[str]]) -> None:
+        if not self._closed and (error := expired.exception()):
+            logger.error("sessions of %s that are too old stay for now", self._root, exc_info=error)

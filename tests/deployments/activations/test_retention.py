@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deployments.activations import load, runs
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.downloads import Readings
-from deployments.activations.facts import Entry, FileUpdate, PointType, StoredFile, StoreError, names_a_session
+from deployments.activations.facts import StoreError, names_a_session
 from deployments.activations.filters import Choice
 from deployments.activations.limits import Retention, SessionSize, oldest
 from deployments.activations.reader.training import ActivationRows
@@ -75,11 +75,11 @@ def test_a_store_at_its_quota_deletes_nothing_and_has_room_once_something_is_del
         with pytest.raises(StoreError, match=r"store's quota .*delete sessions .*max_store_bytes"):
             store(writer, big("c"))
         with pytest.raises(StoreError, match="store's quota"):
-            writer.room("three", RUN).result()
+            writer.ask(lambda manager: manager.check("three", RUN)).result()
     assert sessions(tmp_path) == ["one", "two"]
-    writer.room("three", RUN // 4).result()
+    writer.ask(lambda manager: manager.check("three", RUN // 4)).result()
     assert writer.delete("one").result()
-    writer.room("three", RUN).result()
+    writer.ask(lambda manager: manager.check("three", RUN)).result()
     store(writer, big("c"))
     assert sessions(tmp_path) == ["session", "two"]
 
@@ -139,8 +139,8 @@ def test_what_is_used_is_what_the_files_have(big, settle, tmp_path_factory, step
                 writer.delete(name).result()
         settle(writer)  # what was full is closed
         files = {name: sum(file.stat().st_size for file in root.glob(f"{name}/*.arrow")) for name in ("s0", "s1", "s2")}
-        assert {name: writer.ask(lambda manager, name=name: manager.used(name)).result() for name in files} == files
-        assert writer.ask(lambda manager: manager.used()).result() == sum(files.values())
+        used = writer.ask(lambda manager: manager.recount() or manager.used()).result()
+        assert {name: used[name] for name in files} == files
         assert sum(files.values()) <= quota * RUN + 5 * 2048  # metadata of runs comes on top
     writer.close()
 
@@ -151,12 +151,12 @@ def test_with_delete_oldest_the_oldest_sessions_go_but_for_pinned_and_open_ones(
     assert writer.ask(lambda manager: manager.pin("pinned", True)).result()
     going_on = big("going-on", "open")
     writer.append("open", "going-on", 0, [going_on.batches[0]]).result()
-    writer.room("next", RUN).result()
+    writer.ask(lambda manager: manager.check("next", RUN)).result()
     assert sessions(tmp_path) == ["new", "old", "open", "pinned"]  # asking alone deletes nothing
     store(writer, big("next", "next", 9.0))
     assert sessions(tmp_path) == ["new", "next", "open", "pinned"]
     with pytest.raises(StoreError, match="store's quota"):
-        writer.room("huge", 4 * RUN).result()
+        writer.ask(lambda manager: manager.check("huge", 4 * RUN)).result()
     with pytest.raises(StoreError, match="store's quota"):
         writer.append("huge", "r", 0, [batch for run in "abcd" for batch in big(run, "huge").batches]).result()
     assert sessions(tmp_path) == ["new", "next", "open", "pinned"]  # nothing goes where it would not help
@@ -234,55 +234,6 @@ def test_runs_are_written_between_the_deletions_of_sessions_that_are_too_old(kee
     monkeypatch.setattr(SessionManager, "delete", noted)
     assert sorted(writer.retain(Retention(max_session_age_s=50), now=100.0).result()) == ["old0", "old1", "old2"]
     assert written == [False, True, True]
-
-
-@pytest.fixture
-def crowded(keep, make):
-    """`(writer, count)`: the writer of a store whose catalogue lists 3,000 old sessions."""
-    writer, count = keep(), 3000
-    entry = Entry(make("old").facts, "", 0, 3, 100, {POINT: PointType((4,), "float32")}, 0)
-    writer._catalogue.add(
-        *(
-            FileUpdate(f"old{n}", [entry._replace(facts=replace(entry.facts, created=float(n)))], file)
-            for n in range(count)
-            for file in [StoredFile(f"file:///elsewhere/old{n}/a.arrow", RUN, True, 3, 1)]
-        )
-    )
-    return writer, count
-
-
-@pytest.fixture
-def rows_at_once(monkeypatch):
-    """How many rows each query of a writer's thread gave."""
-    counts, select = [], Catalogue.select
-
-    def counted(catalogue, *args):
-        found = select(catalogue, *args)
-        if threading.current_thread().name == "activation-writer":
-            counts.append(len(found))
-        return found
-
-    monkeypatch.setattr(Catalogue, "select", counted)
-    return counts
-
-
-def test_runs_are_stored_while_thousands_of_sessions_expire(crowded, big, rows_at_once):
-    writer, count = crowded
-    expired = writer.retain(Retention(max_session_age_s=50), now=1e6)
-    store(writer, *(big(f"new{n}", created=1e6) for n in range(20)))
-    assert not expired.done()
-    assert len(expired.result()) == count
-    assert max(rows_at_once) < 10
-
-
-def test_a_full_store_makes_room_among_thousands_of_sessions_beside_the_writers_thread(crowded, big, rows_at_once):
-    writer, count = crowded
-    writer.retain(Retention(max_store_bytes=count * RUN, delete_oldest=True)).result()
-    store(writer, *(big(f"new{n}", created=1e6) for n in range(20)))
-    left = [session.id for session in writer._catalogue.by_age()]
-    assert left == [*(f"old{n}" for n in range(count - len(left) + 1, count)), "session"]
-    assert len(left) < count - 18
-    assert max(rows_at_once) < 10
 
 
 def test_a_store_looks_by_itself_for_sessions_that_are_too_old(keep, big, tmp_path, monkeypatch, eventually):

@@ -292,7 +292,7 @@ def test_an_abandoned_run_and_a_question_for_room_wait_for_no_commit(make, open_
     )
     stored = writer.submit(*make("r")[:2])
     writer.abandon("other", "long").result()
-    assert writer.room("other", 1 << 20).result() is None
+    assert writer.ask(lambda manager: manager.check("other", 1 << 20)).result() == []
     assert not stored.done()
     gate.set()
     assert stored.result().run_id == "r"
