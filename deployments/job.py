@@ -58,7 +58,7 @@ class Job:
         run_ids: Names of the runs, one for each choice; empty if they are named after the job.
         fence: The store's token for the job's admission to the session; None without keys.
         unstorable: Why the runs cannot be stored, if that is known before.
-        stored_runs: Names of runs that another replica has stored, which ended before it answered.
+        attempt: The number of replicas that may have begun the job and ended before they answered.
         request_id: The request's id for the client and the HTTP log; not unique.
         created: The time of the request, in Unix seconds.
         fields: For fields that an error may name, the request's own names, if they differ.
@@ -99,7 +99,7 @@ class Job:
     run_ids: tuple[str, ...] = ()
     fence: str | None = None
     unstorable: str | None = None
-    stored_runs: frozenset[str] = frozenset()
+    attempt: int = 0
     request_id: str = ""
     created: float = field(default_factory=time.time)
     fields: dict[str, str] = field(default_factory=dict)
@@ -115,8 +115,10 @@ class Job:
         return max(1, len(self.prompts)) * self.n
 
     def run_id(self, index: int) -> str:
-        """The name of a choice's run."""
-        return self.run_ids[index] if self.run_ids else f"run-{self.id}-{index}"
+        """The name of a choice's run; each attempt has names of its own, so that their parts are never mixed."""
+        if self.run_ids:
+            return self.run_ids[index]
+        return f"run-{self.id}-{index}" + (f"-{self.attempt}" if self.attempt else "")
 
     def changes(self, number: int) -> dict[str, Intervention]:
         """The interventions of one of a prompt's choices, by the request's fields."""

@@ -108,10 +108,11 @@ def to_load(printed: str) -> str:
 
 def test_the_demo_prints_what_came_of_it_and_how_to_load_it(served, tmp_path, monkeypatch, capsys):
     """Its command, on 2 problems and the server that is there; `make demo` below starts one and takes all 20."""
-    command = []
-    monkeypatch.setattr(os, "execve", lambda _, argv, __: command.extend(argv))
+    command, env = [], {}
+    monkeypatch.setattr(os, "execve", lambda _, argv, given: (command.extend(argv), env.update(given)))
     demo.main()
     assert command[1:3] == ["-m", "evals.gsm8k"]
+    assert env["RAY_ADDRESS"] == "local"
     results = str(tmp_path / "results")
     assert main([*command[3:], "--samples", "2", "--base-url", served.base_url, "--results-dir", results]) == 0
     said = capsys.readouterr().out

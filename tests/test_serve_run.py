@@ -64,8 +64,9 @@ def test_an_evaluation_finishes_beside_three_replicas_on_two_cores(second, serve
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(served):
+def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(served, request):
     given = {"model_id": "named/third", "threads": "1", "num_cpus": "0.1", "max_seq_len": "1024"}
+    request.addfinalizer(lambda: serve.delete("third"))  # also where the test fails before it deletes it
     serve.run(build_app(given), name="third", route_prefix="/third")
     root = f"{served.root}/third"
     waiting.until(lambda: healthy(root))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -47,7 +48,7 @@ class Reservation:
     """Memory of a CPU that this process has reserved and not touched: the system counts it as free.
 
     Other processes of the same user on this machine see its size as the length of an empty file in memory, which is
-    gone when this process ends. Only Linux has such files; elsewhere nothing is seen.
+    gone when this process ends. Where the system has or allows no such file, nothing is seen.
     """
 
     def __init__(self, model: str) -> None:
@@ -56,8 +57,9 @@ class Reservation:
         Args:
             model: The model that it is for.
         """
-        self._file = os.memfd_create(_reserved(model)) if hasattr(os, "memfd_create") else None
-        if self._file is not None:
+        self._file: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # there is none here, or the system refuses it
+            self._file = os.memfd_create(_reserved(model))
             weakref.finalize(self, os.close, self._file)
 
     def resize(self, size: int) -> None:

@@ -24,7 +24,6 @@ from deployments.points.names import dtype_name
 from deployments.points.token_choices import Tokens, resolve
 
 logger = logging.getLogger("ray.serve")
-STORED_BEFORE = "another replica stored this run and ended before it answered: the tokens of its rows may differ"
 RENEW_S = 120.0  # between two renewals of a run in the store; far less than the store's timeout
 
 
@@ -84,8 +83,6 @@ class OpenRun:
         self._renewing: asyncio.TimerHandle | None = None
         self._parts = 0
         self._failed = job.unstorable if request.capture.destination != "inline" else None
-        if self.id in job.stored_runs:
-            self._failed = STORED_BEFORE
 
     def add(self, captured: Captured, done: Callable[[], None]) -> None:
         """Take rows that the engine releases before the request's end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ from serve_app.backend.waiting import answered, stored
 from serve_app.http.errors import UNAVAILABLE, ApiError
 from serve_app.http.paging import first_page
 from serve_app.http.ranges import Download
+
+logger = logging.getLogger("ray.serve")
 
 MOST_FENCES = 10_000
 PLAN_S = 300.0  # the longest wait for the store to look through a session's files, or to read a page of a download
@@ -170,19 +173,21 @@ class Backend:
             self._fences.popitem(last=False)
         return replace(job, fence=fence)
 
-    async def restarted(self, job: Job) -> Job:
-        """A job for another replica after one that may have begun it ended: the store drops its unfinished runs.
+    async def restarted(self, job: Job) -> Job | None:
+        """A job for another replica after one that may have begun it ended; its unfinished runs are dropped.
 
-        Runs that are stored already stay, and are not stored again. If the store does not answer, no run is stored.
+        None if a run of it is stored already, or if that cannot be known: then the job cannot be asked again.
         """
-        if not job.may_store:
-            return job
-        names = [job.run_id(index) for index in range(job.choices)]
-        try:
-            runs: set[str] = await stored(self._store.restart.remote(job.session_id, names))
-        except (ApiError, StoreError, *UNAVAILABLE) as error:
-            return replace(job, unstorable=str(getattr(error, "cause", None) or error))
-        return replace(job, stored_runs=frozenset(runs))
+        if job.may_store:
+            names = [job.run_id(index) for index in range(job.choices)]
+            try:
+                withdrawn: bool = await stored(self._store.withdraw.remote(job.session_id, names))
+            except (ApiError, StoreError, *UNAVAILABLE) as error:
+                logger.warning("request %s is not sent to another replica: %s", job.id, error)
+                return None
+            if not withdrawn:
+                return None
+        return replace(job, attempt=job.attempt + 1)
 
     async def data(self, account: Account, choice: Choice, tag: str | None = None) -> Download:
         """Stored runs as a file.

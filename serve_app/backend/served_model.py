@@ -36,7 +36,8 @@ AGAIN_S = 1.0  # before another replica gets a request that a replica with an en
 
 DEPLOYMENT = "ModelReplica"
 
-Restart = Callable[[Job], Awaitable[Job]]  # prepares a job for another replica after one that may have begun it ended
+# Prepares a job for another replica after one that may have begun it ended; None if it cannot be asked again.
+Restart = Callable[[Job], Awaitable[Job | None]]
 
 # Errors of a call whose replica ends: Ray's, and gRPC's UNAVAILABLE, because messages travel by gRPC.
 REPLICA_ENDED = (ray.exceptions.RayActorError, grpc.aio.AioRpcError)
@@ -248,32 +249,31 @@ def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:
 async def _asked(job: Job, ask: Callable[[Job], Awaitable[list[Message]]], restarted: Restart) -> list[Message]:
     """The first messages of a replica; if it ends before it sends any, those of another replica.
 
-    A request that a replica may have started is retried once. One that no replica has started is retried as long as a
-    replica without an engine may exist.
+    A request that a replica may have started is retried once, unless a run of it may be stored. One that no replica has
+    started is retried as long as a replica without an engine may exist.
 
     Raises:
-        RayActorError: The second replica has ended, too.
+        RayActorError: The second replica has ended, too, or a run may be stored.
         AioRpcError: The same, or the answer could not be sent.
     """
-    begun = False  # whether a replica that has ended may have started it
     refused = 0
     while True:
         try:
-            first = await ask(await restarted(job) if begun else job)
+            first = await ask(job)
         except REPLICA_ENDED as error:
             lost = isinstance(error, ray.exceptions.RayActorError) or error.code() is grpc.StatusCode.UNAVAILABLE
-            if begun or not lost:
+            if job.attempt or not lost or (again := await restarted(job)) is None:
                 raise
             logger.warning("a replica ended before it answered request %s; another replica gets it: %s", job.id, error)
-            begun = True
+            job = again
             continue
         refusals = {said.message for said in first if isinstance(said, Refusal)}
         if NOT_TAKEN in refusals:
             if refused == MOST_REFUSED:
                 return first
             refused += 1
-        elif ENGINE_ENDED in refusals and not begun:
-            begun = True
+        elif ENGINE_ENDED in refusals and not job.attempt and (again := await restarted(job)):
+            job = again
         else:
             return first
         await asyncio.sleep(AGAIN_S)  # that replica receives requests until its process has ended

@@ -43,7 +43,7 @@ _ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
 _POLL_S = 0.05  # between two looks whether it is
 _WATCH_S = 2.0  # between two looks for nodes that have come back
 _FLUSH_S = 30.0  # for which a node's writer is waited for
-_RESTART_S = 10.0  # the same, while a request waits
+_WITHDRAW_S = 10.0  # the same, while a request waits
 _START_PAUSE_S = 1.0  # before a store that came back by itself, and could not start, is started again
 
 logger = logging.getLogger(__name__)
@@ -186,22 +186,21 @@ class ActivationStore(RunReceiver):
         """Make all nodes that answer report their runs and do their deletions, as `NodeWriter.flush`."""
         await self._ask_nodes(_FLUSH_S, lambda writer: writer.flush.remote(session_id, fence))
 
-    async def _ask_nodes(self, within_s: float, ask: Callable[[Any], Awaitable[_T]]) -> list[_T]:
-        """The answers of the nodes' writers; those that do not answer are left out."""
+    async def _ask_nodes(self, within_s: float, ask: Callable[[Any], Awaitable[_T]]) -> list[_T | BaseException]:
+        """The answers of the nodes' writers, an error for each that does not answer."""
         writers = await asyncio.to_thread(node_writers, self._asked)
         asked = [asyncio.wait_for(awaited(ask(writer)), within_s) for writer in writers]
-        answers = list[_T]()
-        for writer, said in zip(writers, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for writer, said in zip(writers, answers, strict=True):
             if isinstance(said, BaseException):
                 logger.warning("%s does not answer: %s", writer, said)
-            else:
-                answers.append(said)
         return answers
 
-    async def restart(self, session_id: str, run_ids: Sequence[str]) -> set[str]:
-        """As `Writer.restart`, on all nodes that answer."""
-        stored = await super().restart(session_id, run_ids)
-        return stored.union(*await self._ask_nodes(_RESTART_S, lambda one: one.restart.remote(session_id, run_ids)))
+    async def withdraw(self, session_id: str, run_ids: Sequence[str]) -> bool:
+        """As `Writer.withdraw`, on all nodes; false, too, if a node does not answer."""
+        here = await super().withdraw(session_id, run_ids)
+        there = await self._ask_nodes(_WITHDRAW_S, lambda one: one.withdraw.remote(session_id, run_ids))
+        return here and all(said is True for said in there)
 
     # ---- the catalogue and the archive
 

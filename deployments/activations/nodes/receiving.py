@@ -71,11 +71,9 @@ class RunReceiver(ABC):
         if self._opened:
             await asyncio.wrap_future(self._writing().abandon(session_id, run_id))
 
-    async def restart(self, session_id: str, run_ids: Sequence[str]) -> set[str]:
-        """As `Writer.restart`."""
-        if not self._opened:
-            return set()
-        return await asyncio.wrap_future(self._writing().restart(session_id, run_ids))
+    async def withdraw(self, session_id: str, run_ids: Sequence[str]) -> bool:
+        """As `Writer.withdraw`."""
+        return not self._opened or await asyncio.wrap_future(self._writing().withdraw(session_id, run_ids))
 
     async def renew(self, session_id: str, run_id: str) -> None:
         """As `Writer.renew`."""

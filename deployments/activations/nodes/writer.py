@@ -8,6 +8,7 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -56,6 +57,7 @@ class NodeWriter(RunReceiver):
     def __init__(self, root: str, store: Any, archive: str | None, ray_id: str, address: str) -> None:
         self._store, self._archive, self._ray_id, self._address = store, archive, ray_id, address
         self._asked, self._root = root, Path(root).resolve()
+        self._flushes = ThreadPoolExecutor(1, thread_name_prefix="node-flush")  # waits for no upload
         self._fences = OrderedDict[str, None]()  # of deleted sessions, the oldest first
         self._opening = asyncio.Lock()
         self._opened = False
@@ -94,7 +96,7 @@ class NodeWriter(RunReceiver):
         if self._opened:
             if session_id and not self._node.key:
                 await asyncio.wrap_future(self._writing().end_runs(session_id))
-            await asyncio.to_thread(self._reporter.flush)
+            await asyncio.get_running_loop().run_in_executor(self._flushes, self._reporter.flush)
 
     async def upload(self, name: str, size: int) -> None:
         """As `upload_sealed`, of a segment by its name `<session>/<segment>`, quoted as in URIs."""

@@ -116,17 +116,12 @@ class OpenRuns:
 
     def abandon(self, name: RunName, reason: str) -> Segment | None:
         """Take away what there is of an unfinished run, and refuse what comes later; the segment that it was on."""
-        if self._is_stored(name):
+        if self.is_stored(name):
             return None
         run = self._open.get(name)
         self._end(name)
         self._remember(name, reason)
         return run.segment if run else None
-
-    def readmit(self, name: RunName) -> bool:
-        """Take an abandoned run from its first chunk on again; false if it is stored."""
-        self._lost.pop(name, None)
-        return not self._is_stored(name)
 
     def abandon_those(self, which: Callable[[RunName, OpenRun], bool], reason: str) -> None:
         """Abandon the open runs for which `which` is true."""
@@ -157,7 +152,7 @@ class OpenRuns:
         name, run = chunk.name, self._open.get(chunk.name)
         if name in self._lost:
             raise StoreError(self._lost[name][0])
-        if run is None and self._is_stored(name):
+        if run is None and self.is_stored(name):
             raise StoreError(f"Run {name.run_id} is stored already: give it another id")
         if run is None and chunk.part:
             raise StoreError(
@@ -173,7 +168,8 @@ class OpenRuns:
         if run:
             chunk.check_schema(run.segment.schema)
 
-    def _is_stored(self, name: RunName) -> bool:
+    def is_stored(self, name: RunName) -> bool:
+        """Whether a run is complete."""
         return name in self._finished or self._catalogue.holds(*name)
 
     def _end(self, name: RunName) -> None:

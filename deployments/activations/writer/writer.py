@@ -124,9 +124,9 @@ class Writer:
         """Queue the end of a run that is not finished, known or not; answered when nothing of it is left."""
         return self._put(partial(self._abandon, RunName(session_id, run_id)))
 
-    def restart(self, session_id: str, run_ids: Sequence[str]) -> Future[set[str]]:
-        """Queue: these runs, if not finished, are sent from the start again; answered with those that are stored."""
-        return self._put(partial(self._restart, [RunName(session_id, run_id) for run_id in run_ids]), behind=True)
+    def withdraw(self, session_id: str, run_ids: Sequence[str]) -> Future[bool]:
+        """Queue the end of these runs, as `abandon`; answered whether none of them is or will be stored."""
+        return self._put(partial(self._withdraw, [RunName(session_id, run_id) for run_id in run_ids]), behind=True)
 
     def renew(self, session_id: str, run_id: str) -> Future[None]:
         """Queue: a run that is not finished goes on, though nothing of it may come for longer than the lease."""
@@ -308,10 +308,10 @@ class Writer:
             self._commits.drain()  # a file that no run is in goes once nothing of it is being synced
         self._pool.settle(self._commits.segments)
 
-    def _restart(self, names: Sequence[RunName]) -> set[str]:
+    def _withdraw(self, names: Sequence[RunName]) -> bool:
         for name in names:
             self._abandon(name)
-        return {name.run_id for name in names if not self._runs.readmit(name)}
+        return not any(self._runs.is_stored(name) for name in names)
 
     def _delete(
         self, session_id: str, account: Account, unless: Callable[[Set[str]], bool] | None

@@ -134,8 +134,8 @@ class Sender(NamedTuple):
     def abandon(self, made: Made) -> None:
         self.writer.abandon(made.facts.session_id, made.facts.run_id).result()
 
-    def restart(self, *run_ids: str) -> set[str]:
-        return self.writer.restart("session", run_ids).result()
+    def withdraw(self, *run_ids: str) -> bool:
+        return self.writer.withdraw("session", run_ids).result()
 
     def settled(self) -> None:
         """Return behind a round of the writer, and once what it closes is closed."""

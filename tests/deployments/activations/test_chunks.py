@@ -145,30 +145,21 @@ def test_abandoning_what_is_stored_or_unknown_changes_nothing(make, open_sender)
     assert sender.listed() == ["r"]
 
 
-@pytest.mark.parametrize("abandoned", [False, True])
-def test_a_run_that_another_replica_had_begun_is_stored_from_its_start(make, long, open_sender, tmp_path, abandoned):
-    sender, before = open_sender(), make("long", {POINT: torch.randn(9, 4)}, parts=3)
-    for part in range(2):
-        sender.append(before, part)
-    if abandoned:
-        sender.abandon(before)
-    assert sender.restart("long", "unknown") == set()
-    for late in (lambda: sender.append(before, 2), lambda: sender.finish(before, 2)):
-        with pytest.raises(StoreError, match="parts before it are gone"):
-            late()
+def test_what_is_withdrawn_is_never_stored_also_of_parts_that_come_later(long, open_sender):
+    sender = open_sender()
     for part in range(2):
         sender.append(long, part)
-    sender.finish(long, 2)
-    assert sender.listed() == ["long"]
-    assert torch.equal(load(tmp_path / "session", "long")[POINT], long.points[POINT])
+    assert sender.withdraw("long", "unknown")
+    for late in (lambda: sender.append(long, 2), lambda: sender.finish(long, 2), lambda: sender.append(long, 0)):
+        with pytest.raises(StoreError):
+            late()
+    assert not sender.listed()
 
 
-def test_a_stored_run_is_not_begun_again(make, open_sender, tmp_path):
+def test_what_is_stored_is_not_withdrawn(make, open_sender, tmp_path):
     sender, made = open_sender(), make("r")
     sender.finish(made)
-    assert sender.restart("r") == {"r"}
-    with pytest.raises(StoreError, match="stored already"):
-        sender.finish(make("r"))
+    assert not sender.withdraw("begun", "r")
     assert sender.listed() == ["r"]
     assert torch.equal(load(tmp_path / "session", "r")[POINT], made.points[POINT])
 

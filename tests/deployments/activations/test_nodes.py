@@ -257,19 +257,19 @@ def test_a_run_that_was_answered_and_not_reported_is_found_by_its_id(nodes, big,
     assert run["run_id"] == "r"
 
 
-def test_a_run_that_is_sent_anew_is_stored_once_wherever_it_was_begun_or_stored(nodes, big, eventually, monkeypatch):
+def test_runs_are_withdrawn_on_all_nodes_unless_one_is_stored_or_does_not_answer(nodes, big, monkeypatch):
     monkeypatch.setattr("deployments.activations.nodes.reporting.GATHER_S", 60.0)  # the store is not told yet
     begun = big("begun")
     nodes.append(begun, 0)
     nodes.store_run(big("stored"))
-    assert nodes.ask(nodes.here.restart("session", ["begun", "stored", "unknown"])) == {"stored"}
-    with pytest.raises(StoreError, match="parts before it are gone"):
+    assert not nodes.ask(nodes.here.withdraw("session", ["unknown", "stored"]))
+    assert nodes.ask(nodes.here.withdraw("session", ["begun", "unknown"]))
+    with pytest.raises(StoreError):
         nodes.store_run(begun, 1)
-    nodes.store_run(begun, where=nodes.here)
     nodes.ask(nodes.here._flush())
-    eventually(lambda: sorted(nodes.listed()), lambda found: found == ["begun", "stored"])
-    files = {file for root in (nodes.root, nodes.there_root) for file in (root / "session").glob("*.arrow")}
-    assert sorted(run.run_id for file in files for run in runs(file)) == ["begun", "stored"]
+    assert nodes.listed() == ["stored"]
+    nodes.writer.reached.clear()
+    assert not nodes.ask(nodes.here.withdraw("session", ["other"]))
 
 
 def test_runs_are_stored_while_the_store_is_away_and_listed_when_it_is_back(nodes, big, eventually):

@@ -212,8 +212,10 @@ def names(model, tmp_path_factory):
 def closed_umask() -> Iterator[None]:
     """Files that are made in the block, and by a host that it starts, are for their user alone."""
     before = os.umask(0o077)
-    yield
-    os.umask(before)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def made(model, sandbox: Sandbox, names: dict[str, Any]) -> Jobs:

@@ -23,7 +23,7 @@ from deployments.model.packing import UnsupportedModelError
 from deployments.points.interventions import Intervention
 from deployments.points.patterns import Patterns
 
-EXAMPLES = settings().max_examples // 8  # of schedules, for each model
+EXAMPLES = settings().max_examples // 4  # of schedules, for each model
 POINTS = ["layers.*.output", "layers.*.attention.heads", "layers.*.attention.weights", "lm_head.output"]
 SIZES = {"hidden_size": 96, "intermediate_size": 200, "max_position_embeddings": 512}
 

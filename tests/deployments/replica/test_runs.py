@@ -237,23 +237,14 @@ def test_a_run_whose_client_goes_leaves_nothing_in_the_store_and_frees_its_memor
     assert [facts.run_id for facts in runs(tmp_path / "s")] == [last.run.run_id]
 
 
-def test_a_run_that_an_ended_replica_has_stored_is_not_stored_again(tmp_path):
-    """Of two choices, one is stored before the replica ends; another replica answers both."""
-    store, job = SlowStore(tmp_path), replace(a_job(), n=2)
+def test_the_runs_of_a_second_attempt_have_names_of_their_own(tmp_path):
+    store = SlowStore(tmp_path)
     with serving(store) as replica:
-        asyncio.run(replica.complete(replace(job, n=1)))  # the first choice
-    before = load(tmp_path / "s", "run-job-0")
-    stored = store.writer.restart("s", [job.run_id(index) for index in range(job.choices)]).result()
-    with serving(store) as replica:
-        messages = asyncio.run(replica.complete(replace(job, stored_runs=frozenset(stored))))
-    ends = sorted((message for message in messages if isinstance(message, End)), key=lambda end: end.index)
-    assert [end.run.run_id for end in ends] == ["run-job-0", "run-job-1"]
-    assert [end.run.status for end in ends] == ["failed", "stored"]
-    assert "another replica stored this run" in ends[0].run.reason
+        messages = asyncio.run(replica.complete(replace(a_job(), attempt=1)))
+    (end,) = (message for message in messages if isinstance(message, End))
+    assert (end.run.run_id, end.run.status) == ("run-job-0-1", "stored")
     store.writer.close()
-    assert [facts.run_id for facts in runs(tmp_path / "s")] == ["run-job-0", "run-job-1"]
-    assert load(tmp_path / "s", "run-job-0")["norm.output"].equal(before["norm.output"])
-    assert [run["run_id"] for run in Catalogue.copied(tmp_path).runs()] == ["run-job-0", "run-job-1"]
+    assert [facts.run_id for facts in runs(tmp_path / "s")] == ["run-job-0-1"]
 
 
 def test_more_last_rows_than_can_be_held_until_the_end_are_refused(tmp_path):

@@ -19,7 +19,7 @@ ENDED = [Refusal(ENGINE_ENDED, None, "unavailable", 503)]
 REFUSED = [Refusal(NOT_TAKEN, None, "unavailable", 503)]
 PLAIN = Job("a", prompts=["b"])
 RECORDING = Job("a", prompts=["b"], capture=Capture())
-STORED = frozenset({RECORDING.run_id(0)})
+STORED = Job("a", prompts=["b"], session_id="stored", capture=Capture())
 
 
 def rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
@@ -44,6 +44,8 @@ LOST, TOO_LARGE = rpc_error(grpc.StatusCode.UNAVAILABLE), rpc_error(grpc.StatusC
         (RECORDING, [LOST, ANSWER], ANSWER, 2),
         (RECORDING, [LOST, REFUSED, ANSWER], ANSWER, 3),
         (RECORDING, [REFUSED, LOST, LOST, ANSWER], LOST, 3),
+        (STORED, [REFUSED, ENDED, ANSWER], ENDED, 2),
+        (STORED, [LOST, ANSWER], LOST, 1),
     ],
 )
 def test_a_request_is_asked_again_once_where_a_replica_may_have_begun_it(
@@ -58,8 +60,8 @@ def test_a_request_is_asked_again_once_where_a_replica_may_have_begun_it(
             raise answer
         return answer
 
-    async def restarted(job: Job) -> Job:
-        return replace(job, stored_runs=STORED)
+    async def restarted(job: Job) -> Job | None:
+        return None if job.session_id == "stored" else replace(job, attempt=1)
 
     if isinstance(want, Exception):
         with pytest.raises(grpc.aio.AioRpcError):
@@ -67,5 +69,5 @@ def test_a_request_is_asked_again_once_where_a_replica_may_have_begun_it(
     else:
         assert asyncio.run(served_model._asked(job, ask, restarted)) == want
     first_end = next((i for i, answer in enumerate(said) if answer is not REFUSED), 0)
-    knowing = [job.stored_runs == STORED for job in asked_with]
-    assert knowing == [i > first_end for i in range(asked)]  # each replica after one that may have begun it
+    again = [job.attempt == 1 for job in asked_with]
+    assert again == [i > first_end for i in range(asked)]  # each replica after one that may have begun it
