@@ -51,15 +51,15 @@ class BucketClaim:
         began = _now()
         before = {info.base_name: info for info in self._folder.infos()}
         own = before.get(self._file.name)
-        said = json.loads(self._file.read()) if own else {}
+        said = _read(self._file.read()) if own else {}
         self._write()
         claims = {info.base_name: info for info in self._folder.infos()}
         now = claims[self._file.name].mtime
-        if own and said["host"] != socket.gethostname() and _is_live(own.mtime, now):
+        if own and said.get("host") not in (None, socket.gethostname()) and _is_live(own.mtime, now):
             raise self._in_use(said)  # it writes again soon, if it lives: a copy of this server's directory
         for name, info in claims.items():
             if name != self._file.name and _is_live(info.mtime, now):
-                said = json.loads(self._folder.file(name).read())
+                said = _read(self._folder.file(name).read())
                 self._file.remove()
                 raise self._in_use(said)
         self._until = began + STALE_S
@@ -102,13 +102,21 @@ class BucketClaim:
 
     def _in_use(self, said: dict[str, Any]) -> InUseError:
         return InUseError(
-            f"another server archives to {self._place}, on {said['host']} (process {said['pid']}): stop it, or give "
-            f"this one another bucket or prefix; if it is gone, start again {STALE_S:g} s after it ended"
+            f"another server archives to {self._place}, on {said.get('host', 'an unknown host')} (process "
+            f"{said.get('pid', 'unknown')}): stop it, or give this one another bucket or prefix; if it is gone, "
+            f"start again {STALE_S:g} s after it ended"
         )
 
 
 def _is_live(written: datetime, now: datetime) -> bool:
     return (now - written).total_seconds() < STALE_S
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(data))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _now() -> float:

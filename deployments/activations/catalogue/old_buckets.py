@@ -28,18 +28,19 @@ logger = logging.getLogger(__name__)
 
 def counted(place: Place, deep: bool = False) -> list[File]:
     """The Arrow files in a bucket and, if `deep`, its sessions by their names, without those that marks take away."""
-    sizes, gone = {info.path: info.size for info in place.infos(deep)}, set[str]()
-    for path, mark in _marks(place, sizes):
+    infos = place.infos(deep)
+    sizes, gone = {info.path: info.size for info in infos}, set[str]()
+    for path, mark in _marks(place, infos):
         folder = posixpath.join(place.path, mark["session"]) if mark["session"] else posixpath.dirname(path)
         named, large = [posixpath.join(folder, name) for name in mark["objects"]], path.removesuffix(_JOINED) + _ARROW
         gone.update(named if mark["session"] or sizes.get(large) == mark["bytes"] else [large])
-    names = sorted(posixpath.relpath(path, place.path) for path in sizes.keys() - gone)
+    names = sorted(posixpath.relpath(info.path, place.path) for info in infos if info.path not in gone)
     return [place.file(name) for name in names if name.endswith(_ARROW) and not name.startswith(".")]
 
 
 def lines(place: Place) -> Iterator[dict[str, Any]]:
     """What the manifest of an old bucket is to say: a line for each object, and for each deletion that was begun."""
-    for path, mark in _marks(place, [info.path for info in place.infos()]):
+    for path, mark in _marks(place, place.infos()):
         if mark["session"]:
             names = [f"{mark['session']}/{name}" for name in mark["objects"] if name.endswith(_ARROW)]
             yield {"deleted": mark["session"], "segments": [*names, posixpath.relpath(path, place.path)], "at": 0.0}
@@ -60,15 +61,35 @@ def _line(file: File) -> dict[str, Any] | None:
             found.append({"facts": vars(run.facts) | {"interventions": [], "text": None}, **told})
     except (DamagedError, pa.ArrowException) as error:
         logger.error("%s is damaged (%s): %d runs before the damage are listed", file, error, len(found))
-    rows, segment = sum(run["rows"] for run in found), f"{file.folder.name}/{file.name}"
-    line = {"segment": segment, "bytes": file.size, "rows": rows, "points": points, "runs": found}
-    return line if found else None
+    if not found:
+        logger.error("%s holds no whole run and is not listed", file)
+        return None
+    rows = sum(run["rows"] for run in found)
+    segment = f"{file.folder.name}/{file.name}"
+    return {"segment": segment, "bytes": file.size, "rows": rows, "points": points, "runs": found}
 
 
-def _marks(root: Place, paths: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
-    """The marks among objects, each with its path."""
-    deletions = posixpath.join(root.path, DELETED)
-    found = [path for path in paths if path.endswith(_JOINED) or path.startswith(deletions)]
+def _marks(root: Place, infos: Iterable[Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The marks among objects, each with its path; those that say nothing are logged."""
+
+    def read_one(path: str) -> list[tuple[str, dict[str, Any]]]:
+        is_deletion = path.startswith(beginning)
+        try:
+            mark = json.loads(root.file(posixpath.relpath(path, root.path)).read())
+            named = names_a_session(mark["session"]) if is_deletion else not mark["session"]
+            if named and all(isinstance(name, str) for name in mark["objects"]) and "bytes" in mark:
+                return [(path, mark)]
+        except FileNotFoundError:
+            return []
+        except (ValueError, TypeError, KeyError):
+            pass
+        logger.error("%s does not list the objects to delete, so none is deleted; remove it", path)
+        return []
+
+    beginning = posixpath.join(root.path, DELETED)
+    paths = [info.path for info in infos]
+    found = [path for path in paths if path.endswith(_JOINED) or path.startswith(beginning)]
+    if not found:
+        return []
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        read = pool.map(lambda path: json.loads(root.file(posixpath.relpath(path, root.path)).read()), found)
-        return list(zip(found, read, strict=True))
+        return [one for some in pool.map(read_one, found) for one in some]

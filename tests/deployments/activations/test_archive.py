@@ -24,7 +24,7 @@ from deployments.activations.archive import archive, uploads
 from deployments.activations.archive import claim as bucket_claim
 from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.archive.claim import InUseError
-from deployments.activations.catalogue import replaying
+from deployments.activations.catalogue import old_buckets, replaying
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import has_caught_up, record
@@ -204,6 +204,22 @@ def test_a_second_server_is_refused_with_the_firsts_host_until_that_has_ended(bu
     assert bucket.names(".claims") == [one.archive._claim._file.name]
     one.close()
     head("second")
+
+
+def test_a_claim_that_cannot_be_read_is_one(bucket, head):
+    bucket.place.below(".claims").file("another").write(b"{")
+    with pytest.raises(InUseError, match="on an unknown host"):
+        head()
+
+
+@pytest.mark.parametrize(
+    "mark", [b"{", b'{"objects": []}', b'{"session": "../other", "objects": ["a.arrow"], "bytes": null}']
+)
+def test_a_mark_that_names_nothing_in_the_bucket_deletes_nothing(bucket, caplog, mark):
+    bucket.place.file(".deleted-session-1").write(mark)
+    assert list(old_buckets.lines(bucket.place)) == []
+    assert old_buckets.counted(bucket.place) == []
+    assert ".deleted-session-1 does not list the objects to delete" in caplog.text
 
 
 def test_a_claim_without_heartbeats_is_stale(bucket, head, monkeypatch):
