@@ -1,4 +1,4 @@
-"""The models that benchmarks use: random weights of known shapes, and the shipped model."""
+"""The models that benchmarks use: random weights of known shapes, the shipped model, and SmolLM2."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from deployments.demo_model import WEIGHTS
+from deployments.options import DEMO, SMOLLM2, default_models_dir
 
-DEMO = "demo"
 FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     "intermediate_size",
@@ -26,13 +26,14 @@ SIZES = {
     "qwen3-8b": (151936, 4096, 36, 32, 8, 128, 12288),
 }
 SHAPES = {name: dict(zip(FIELDS, sizes, strict=True)) for name, sizes in SIZES.items()}
-NAMES = (*SHAPES, DEMO)
+PRETRAINED = {DEMO: WEIGHTS, SMOLLM2: default_models_dir() / SMOLLM2}  # `make smollm2` brings the second
+NAMES = (*SHAPES, *PRETRAINED)
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The demo model's tokenizer, for random models with a word more for each further token."""
-    found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(WEIGHTS))
-    if name != DEMO:
+    """The model's own tokenizer; the demo model's for random models, with a word more for each further token."""
+    found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(PRETRAINED.get(name, WEIGHTS)))
+    if name in SHAPES:
         found.add_tokens([f" w{id}" for id in range(len(found), SHAPES[name]["vocab_size"])])
     return found
 
@@ -48,8 +49,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
         dtype: The weights'.
         device: Where they go.
     """
-    if name == DEMO:
-        hf = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=dtype)
+    if name in PRETRAINED:
+        hf = AutoModelForCausalLM.from_pretrained(PRETRAINED[name], dtype=dtype)
     else:
         with torch.random.fork_rng():
             torch.manual_seed(0)

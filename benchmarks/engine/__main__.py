@@ -28,7 +28,7 @@ from benchmarks.ways.peers import Work
 from deployments.engine.engine import Engine
 from deployments.engine.request import Sampling
 from deployments.model.model import Model
-from deployments.options import Options
+from deployments.options import DEMO, Options
 
 BARE, ENGINE, STATIC, BATCH = (
     "bare loop of the same forwards",
@@ -138,7 +138,7 @@ def measure_floor(case: Case, findings: Findings) -> None:
     """Measure the milliseconds of a decode step's parts, and of what the hardware could do."""
     work, running = case.work(), case.engine()
     steps, rows = min(20, work.new_tokens), len(work.prompts)
-    least = floor.floor(running.model.hf, rows, case.device)
+    least = floor.floor(running.model, rows, case.device)
     kinds = {
         "greedy": floor.breakdown(running, work, steps),
         "all layer outputs captured": floor.breakdown(running, work, steps, capture=ours.LAYERS),
@@ -182,7 +182,7 @@ MEASURES = {
 def cases(options: argparse.Namespace) -> list[tuple[str, Case]]:
     """Each part to be measured, and the model, dtype and device that it is measured on."""
     gpu = torch.device(options.device).type == "cuda"
-    named = options.model or (["qwen3-0.6b"] if gpu else ["random-40m", measured_models.DEMO])
+    named = options.model or (["qwen3-0.6b"] if gpu else ["random-40m", DEMO])
     wide = options.wide_model or ("qwen3-0.6b" if gpu else "qwen3-0.6b-small-vocabulary")
     return [
         (part, Case(name, dtype, options.device, options))

@@ -1,4 +1,4 @@
-"""Serving over HTTP compared with the engine alone and `transformers serve`: `python -m benchmarks.serving`.
+"""Serving over HTTP compared with the engine, `generate` and `transformers serve`: `python -m benchmarks.serving`.
 
 Starts its own Ray and servers as child processes and ends them. All ways run in turn; while one runs, the others
 stand idle. With --flags, this project's server is measured under each set of Ray Serve's environment variables that
@@ -15,19 +15,22 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.common import measured_models, processors, report, servers, settings, streams
 from benchmarks.common.findings import Findings
-from benchmarks.common.measuring import Ratio, Way
+from benchmarks.common.measuring import Ratio, Run, Way
 from benchmarks.common.served import Workload, first_token, send, served
 from benchmarks.common.servers import Server
+from benchmarks.ways import peers
 from benchmarks.ways.in_process import ENGINE, STREAMING, InProcessEngine
 from deployments.interrupts import terminate_as_interrupt
+from deployments.options import DEMO
 
 WHOLE, STREAMED, CAPTURED = "served, whole", "served, streamed", "served, whole, all layer outputs stored"
 CB_WHOLE, CB_STREAMED = "transformers serve, batching, whole", "transformers serve, batching, streamed"
@@ -56,6 +59,19 @@ def our_ways(server: Server, in_process: InProcessEngine) -> list[Way]:
         served(server, in_process.workload, True, STREAMED),
         served(server, in_process.workload, False, CAPTURED, more=CAPTURE),
     ]
+
+
+def static_generate(directory: Path, in_process: InProcessEngine) -> Way:
+    """`generate` in this process on one static batch, with text as its output."""
+    hf = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    way = peers.static_generate(hf.eval().requires_grad_(False), in_process.work)
+    tokenizer = in_process.engine.model.tokenizer
+
+    def run() -> Run:
+        found = way.run()
+        return replace(found, outputs=tokenizer.batch_decode(found.outputs, skip_special_tokens=True))
+
+    return replace(way, run=run)
 
 
 @contextlib.contextmanager
@@ -134,8 +150,10 @@ def measure(title: str, directory: Path, in_process: InProcessEngine, findings: 
     alone = in_process.ways
     findings.compare(f"{title}, no server up", "alone", alone, [], ENGINE, options.rounds)
     with servers.vitrine(directory) as server, their_ways(directory, in_process, options.threads) as (theirs, more):
-        ways = our_ways(server, in_process) + theirs
-        findings.compare(title, "ways", ways, OURS + more, ENGINE, options.rounds)
+        generate = static_generate(directory, in_process)
+        ways = [*our_ways(server, in_process), generate, *theirs]
+        wanted = [*OURS, Ratio(WHOLE, generate.name), *more]
+        findings.compare(title, "ways", ways, wanted, ENGINE, options.rounds)
         found = latencies(server, in_process, min(20, options.requests))
         show_latencies(title, found)
         findings.add(title, "latencies", found)
@@ -176,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     findings = Findings(options)
     run = measure_flags if options.flags else measure
-    for name in options.model or ["random-40m", measured_models.DEMO]:
+    for name in options.model or ["random-40m", DEMO]:
         for dtype in settings.dtypes(options):
             with tempfile.TemporaryDirectory(prefix="vt-model-") as place:
                 measured_models.save(name, Path(place), settings.DTYPES[dtype])

@@ -46,15 +46,16 @@ class Floor:
 
 
 @torch.inference_mode()
-def floor(hf: Any, rows: int, device: str, repeats: int = 20) -> Floor:
+def floor(model: Model, rows: int, device: str, repeats: int = 20) -> Floor:
     """Measure the least seconds of a decode step on this hardware, at this model's own sizes.
 
     Args:
-        hf: The model.
+        model: The model.
         rows: The batch of a decode.
         device: Where it is.
         repeats: How often; medians count.
     """
+    hf = model.hf
     # As 32 bits whatever the dtype, so that adding up costs nothing beside reading.
     weights = torch.cat([weight.detach().flatten() for weight in hf.parameters()])
     words = weights[: weights.numel() // 2 * 2].view(torch.int32 if weights.element_size() == 2 else weights.dtype)
@@ -66,8 +67,9 @@ def floor(hf: Any, rows: int, device: str, repeats: int = 20) -> Floor:
     }
 
     def products() -> None:
-        for module in linear:
-            torch.nn.functional.linear(inputs[module.in_features], module.weight, module.bias)
+        with model.linear.used():
+            for module in linear:
+                module.forward(inputs[module.in_features])
 
     return Floor(_median(lambda: words.sum(), device, repeats), _median(products, device, repeats))
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.engine import device_memory
 from deployments.engine.capture.buffer import CaptureBuffer, CaptureError, joined
 from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.ring import CaptureRing, window_bytes
@@ -54,6 +53,7 @@ from deployments.engine.scheduler import Piece, Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.statistics import Statistics
 from deployments.errors import RequestError
+from deployments.model import device_memory
 from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model
 from deployments.points.token_choices import resolve

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deployments.engine.device_memory import Reservation, free_bytes, release_cached, reserved_for_others
+from deployments.model.device_memory import Reservation, free_bytes, release_cached, reserved_for_others
 from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 from deployments.model.model import Model
 

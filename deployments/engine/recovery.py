@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from deployments.engine.capture.ring import CaptureRing
-from deployments.engine.device_memory import mib
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.scheduler import Piece, Scheduler
 from deployments.engine.sequence import Sequence as EngineSequence
 from deployments.engine.statistics import Statistics
+from deployments.model.device_memory import mib
 
 
 class Failure(NamedTuple):

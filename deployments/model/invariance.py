@@ -92,9 +92,9 @@ def _change(hf: Any) -> None:
     """Replace linear layers and activations by functions that do not depend on other rows."""
     for name, module in hf.named_modules():
         if isinstance(module, nn.Linear):
-            module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
+            module.forward = functools.partial(_by_tiles, module.forward, module.out_features)  # type: ignore[method-assign]
         elif isinstance(module, Conv1D):
-            module.forward = functools.partial(_conv1d, module)  # type: ignore[method-assign]
+            module.forward = functools.partial(_by_tiles, module.forward, module.nf)  # type: ignore[method-assign]
         elif type(module).__module__ == ACTIVATIONS or isinstance(module, ELEMENTWISE):
             module.forward = functools.partial(_by_vectors, module.forward)
         elif any(weight.ndim > 2 for weight in module.parameters(recurse=False)):
@@ -113,9 +113,5 @@ def _by_vectors(function: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([function(tile) for tile in tiles])[:, :width].reshape(x.shape)
 
 
-def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return in_tiles(x, module.out_features, lambda tile: functional.linear(tile, module.weight, module.bias))
-
-
-def _conv1d(module: Conv1D, x: torch.Tensor) -> torch.Tensor:
-    return in_tiles(x, module.nf, lambda tile: torch.addmm(module.bias, tile, module.weight))
+def _by_tiles(forward: Any, width: int, x: torch.Tensor) -> torch.Tensor:
+    return in_tiles(x, width, forward)

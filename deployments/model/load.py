@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deployments.model.model import Model, lay_out_for_few_rows
+from deployments.model.model import Model
 from deployments.model.revision import revision_of
 from deployments.model.weights import SharedWeights
 
@@ -69,7 +69,6 @@ def load(
             name,
         )
     shared = None
-    if share:  # before the module gets hooks, while its weights are at their final place
-        lay_out_for_few_rows(hf)
+    if share:  # before the module gets hooks
         shared = SharedWeights.of(hf.eval())
     return Model(hf, tokenizer, name, context, shared, revision_of(source, revision), batch_invariant)

@@ -14,6 +14,7 @@ from deployments.model.attention import configs_of, packed_attention
 from deployments.model.hooks import Hooks, Readers, Visit
 from deployments.model.invariance import make_batch_invariant
 from deployments.model.kv_cache import Packed, PagedCache, TokenSpan
+from deployments.model.linear import LinearLayers
 from deployments.model.packing import UnsupportedModelError, find_packing
 from deployments.model.unembedding import Unembedding
 from deployments.model.weights import SharedWeights
@@ -46,6 +47,7 @@ class Model:
         longest_token: The most characters of a token.
         eos: Token ids that end a text.
         head: The path of the module that returns the logits.
+        linear: Its linear layers, which forward passes here run by oneDNN on a CPU.
         packs: Whether sequences share a forward pass; otherwise they run one at a time.
         batch_invariant: Whether a sequence has the same bits beside any other sequences.
         shared: The data with which other processes run it on the same weights; None if they may not.
@@ -67,7 +69,7 @@ class Model:
             raise UnsupportedModelError(f"{name} has no fast tokenizer, which streaming text needs")
         self.name = name
         self.hf = hf.eval().requires_grad_(False)
-        lay_out_for_few_rows(self.hf)
+        self.linear = LinearLayers(self.hf)
         self.tokenizer = tokenizer
         self.config = hf.config.get_text_config()
         self.context = _context(self.config, context)
@@ -87,7 +89,7 @@ class Model:
         self.batch_invariant = batch_invariant
         if batch_invariant:
             make_batch_invariant(self)
-        self.unembedding = Unembedding(hf, self.points)
+        self.unembedding = Unembedding(hf, self.points, self.linear)
 
     @functools.cached_property
     def nnsight(self) -> Any:
@@ -152,13 +154,14 @@ class Model:
         try:
             if self.packs:
                 cache.packed = packed
-                with packed_attention(self._configs, cache, self.batch_invariant):
+                with packed_attention(self._configs, cache, self.batch_invariant), self.linear.used():
                     logits = self._visited(inputs | {"past_key_values": cache}, places, visit, readers)
             else:
                 (span,) = spans
                 lone = span.kv.lone = span.kv.lone or DynamicCache()
                 _cut_back(lone, span.start)  # a failed forward pass may have left more in some layers
-                logits = self._visited(inputs | {"past_key_values": lone}, places, visit, readers)
+                with self.linear.used():
+                    logits = self._visited(inputs | {"past_key_values": lone}, places, visit, readers)
         finally:
             self._wanted = None
         return logits[0, rows] if every_logit else logits[0]
@@ -194,21 +197,6 @@ def _cut_back(cache: DynamicCache, length: int) -> None:
         held: Any = layer
         if held.is_initialized and held.keys.shape[-2] > length:
             held.keys, held.values = held.keys[..., :length, :], held.values[..., :length, :]
-
-
-def lay_out_for_few_rows(hf: Any) -> None:
-    """Store float32 weights of linear layers on a CPU by columns.
-
-    MKL then multiplies the few rows of a decode in four fifths of the time (32 rows; `benchmarks`), and many rows in
-    the same time. Shapes, values and memory do not change. A weight shared with the embedding is left unchanged,
-    because its rows are looked up.
-    """
-    embedding = hf.get_input_embeddings().weight
-    for module in hf.modules():
-        if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
-            weight = module.weight
-            if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous():
-                weight.data = weight.data.t().contiguous().t()
 
 
 def _context(config: Any, asked: int | None) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from deployments.errors import RequestError
+from deployments.model.linear import LinearLayers
 from deployments.model.packing import TOLERANCE, relative_error
 from deployments.places.points import Points
 from deployments.places.watching import first_tensor, with_first
@@ -28,13 +29,15 @@ class Unembedding:
     """
 
     @torch.inference_mode()
-    def __init__(self, hf: Any, points: Points) -> None:
+    def __init__(self, hf: Any, points: Points, linear: LinearLayers) -> None:
         """Test it with the last layer's output, whose logits are known.
 
         Args:
             hf: A Hugging Face causal language model.
             points: The model's points.
+            linear: The model's linear layers.
         """
+        self._linear = linear
         self._hf = hf
         self._stem, _, self._name = points.layers.rpartition(".")
         self.vocabulary: int = hf.get_output_embeddings().out_features
@@ -59,7 +62,8 @@ class Unembedding:
         rows = rows.to(self.device)
         stem._modules[self._name] = nn.ModuleList([_Layers(with_first(self._given, rows[:, None]))])
         try:
-            return self._hf(input_ids=ids, use_cache=False).logits[:, -1]  # type: ignore[no-any-return]
+            with self._linear.used():
+                return self._hf(input_ids=ids, use_cache=False).logits[:, -1]  # type: ignore[no-any-return]
         finally:
             stem._modules[self._name] = layers
 

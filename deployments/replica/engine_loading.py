@@ -29,7 +29,7 @@ def load_engine(options: Options) -> Engine:
     """
     from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
 
-    from deployments.engine.device_memory import is_out_of_memory
+    from deployments.model.device_memory import is_out_of_memory
     from deployments.model.packing import UnsupportedModelError
 
     try:

@@ -8,9 +8,9 @@ import torch
 from deployments.engine import kv_memory
 from deployments.engine import sequence as sequence_module
 from deployments.engine.decoding.sampling import choose
-from deployments.engine.device_memory import left_in_container
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request
+from deployments.model.device_memory import left_in_container
 from deployments.model.kv_cache import PAGE, SequenceKv
 from deployments.model.model import Model
 

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 
-from deployments.model.model import lay_out_for_few_rows
 from deployments.model.weights import SharedWeights
 
 FEW = ["qwen3", "gpt2"]  # with and without tied weights
@@ -17,7 +16,6 @@ IDS = torch.arange(3, 20)[None]
 
 def mapped(hf):
     """What another process makes of a module, and the module."""
-    lay_out_for_few_rows(hf)
     shared = SharedWeights.of(hf.eval())
     there = pickle.loads(pickle.dumps(shared))  # noqa: S301 - as it travels
     return there.module(there.mapped(shared.fd)), shared
