@@ -29,7 +29,7 @@ from deployments.interrupts import terminate_as_interrupt
 from deployments.model.model import Model
 
 # What a process imports first: OpenMP reads the variable when torch loads it, and `deployments` sets it.
-FIRST = {"OpenMP's default": "torch", "GOMP_SPINCOUNT=1000": "deployments"}
+FIRST = {"OpenMP's default": "torch", "GOMP_SPINCOUNT=3000": "deployments"}
 CODE = "import os; os.environ.pop('GOMP_SPINCOUNT', None); import {}; from benchmarks.engine import waiting; "
 ROWS, PROMPT = (1, 8, 32), 16  # requests, tokens
 

@@ -63,7 +63,7 @@ def our_ways(server: Server, in_process: InProcessEngine) -> list[Way]:
 
 def static_generate(directory: Path, in_process: InProcessEngine) -> Way:
     """`generate` in this process on one static batch, with text as its output."""
-    hf = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    hf: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     way = peers.static_generate(hf.eval().requires_grad_(False), in_process.work)
     tokenizer = in_process.engine.model.tokenizer
 

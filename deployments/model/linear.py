@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from deployments.model.device_memory import free_bytes
 
 SHARE = 0.25  # of the free memory, which the copies of the weights may take
+AVAILABLE = torch._C._has_mkldnn and platform.machine() in ("x86_64", "AMD64")  # not tried on other processors
 ROWS = 32  # for which oneDNN chooses the layout; it suits any other number, too
 
 
@@ -34,11 +36,11 @@ class LinearLayers:
             hf: The Hugging Face module; layers on other devices stay as they are.
         """
         self._used = False
-        layers = [module for module in hf.modules() if _supported(module)]
-        size = sum(layer.weight.nbytes for layer in layers)  # type: ignore[misc, operator]
+        layers: list[Any] = [module for module in hf.modules() if _supported(module)]
+        size = sum(layer.weight.nbytes for layer in layers)
         copies = size <= SHARE * free_bytes(torch.device("cpu"))
         for layer in layers:
-            weight: Any = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # [outputs, inputs]
+            weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # [outputs, inputs]
             if copies:
                 weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS)
             layer.forward = functools.partial(self._multiply, layer.forward, weight, layer.bias)
@@ -66,7 +68,7 @@ def _supported(module: nn.Module) -> bool:
     if type(module).forward not in (nn.Linear.forward, Conv1D.forward) or "forward" in vars(module):
         return False
     weight: Any = module.weight
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not AVAILABLE:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

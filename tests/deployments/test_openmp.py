@@ -15,7 +15,7 @@ CODE = "import ctypes, deployments; ctypes.CDLL({!r})"  # torch loads the same f
 
 @pytest.mark.parametrize(
     ("operators", "count"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
 )
 def test_torch_is_told_how_long_to_wait(operators: dict[str, str], count: str) -> None:
     unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}

@@ -13,7 +13,7 @@ from deployments.model import linear
 from deployments.model.linear import LinearLayers
 from deployments.model.packing import relative_error
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+pytestmark = pytest.mark.skipif(not linear.AVAILABLE, reason="oneDNN is not used here")
 
 
 class Two(nn.Module):
