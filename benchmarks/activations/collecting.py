@@ -11,7 +11,8 @@ They record the output of every layer (the script not of the last one, which tra
 last token of the beginnings of questions, and of all tokens of whole questions. Nothing is generated. Rates are prompt
 tokens per second, from the first prompt to the last durable row; the model is loaded before.
 
-Ends with 1 if a stored row differs from the script's by more than a thousandth of its length, in bfloat16 a tenth.
+Ends with 1 if a stored row differs from the script's by more than a thousandth of its length. In bfloat16, one row in a
+hundred may differ by more than a tenth: rows of the script itself differ from those in float32 by up to 0.4 (SmolLM2).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -61,7 +63,7 @@ BATCH = IN_FLIGHT = 32
 POINTS = "layers.*.output"
 NONE = Server("", "")
 KV_BYTES = 1 << 30  # most of the engine here and of the server's
-CLOSE = {"float32": 1e-3, "bfloat16": 0.1}  # of a row's length; in bfloat16 it changes with the batch's make-up
+CLOSE = {"float32": (1.0, 1e-3), "bfloat16": (0.99, 0.1)}  # a quantile of all rows: at most this part of a row's length
 
 
 class Script:
@@ -147,18 +149,20 @@ class Case:
         tokens = sum(one["usage"]["prompt_tokens"] for one in answers)
         return Run([], tokens, max(exchange.end for exchange in exchanges))
 
-    def differences(self) -> dict[str, float]:
-        """Way -> the largest distance of a row that it stored from the script's, over that row's length."""
+    def differences(self, quantile: float) -> dict[str, float]:
+        """Way -> distance of a row that it stored from the script's, over that row's length: a quantile of rows."""
         wanted = {name: rows for path in self.folder.glob("*.safetensors") for name, rows in load_file(path).items()}
-        found = dict.fromkeys(self.sessions, 0.0)
+        found = {}
         for name, session in self.sessions.items():
             stored = runs(session)
             assert len(stored) == len(self.texts), f"{name}: {len(stored)} runs"
+            ratios = list[torch.Tensor]()
             for run in stored:
                 rows = load(session, run.run_id)
                 for layer, other in enumerate(wanted[str(run.sample_id)].float()):
                     distances = (rows[f"layers.{layer}.output"].float() - other).norm(dim=-1)  # [tokens]
-                    found[name] = max(found[name], float((distances / other.norm(dim=-1)).max()))
+                    ratios.append((distances / other.norm(dim=-1)).flatten())
+            found[name] = float(np.quantile(torch.cat(ratios).numpy(), quantile))
         return found
 
     def _session(self, name: str, store: Path, server: Server) -> str:
@@ -190,10 +194,12 @@ def measure(case: Case, findings: Findings, dtype: str, script: Script, running:
     ways = [Way(WAYS[name], turns[name]) for name in options.way]
     wanted = [Ratio(WAYS[of], WAYS[to]) for of, to in RATIOS if {of, to} <= {*options.way}]
     findings.compare(title, CASES[case.tokens], ways, wanted, ways[0].name, options.rounds)
-    for name, difference in (case.differences() if "script" in options.way else {}).items():
-        print(f"{WAYS[name]}: rows differ from the script's by up to {difference:.2g} of their length", flush=True)
-        findings.add(title, f"{CASES[case.tokens]}, largest difference of {WAYS[name]}", difference)
-        if not difference < CLOSE[dtype]:
+    quantile, close = CLOSE[dtype]
+    for name, difference in (case.differences(quantile) if "script" in options.way else {}).items():
+        most = f"{quantile:.0%} of the rows differ from the script's by up to {difference:.2g} of their length"
+        print(f"{WAYS[name]}: {most}", flush=True)
+        findings.add(title, f"{CASES[case.tokens]}, {quantile:.0%} of the rows of {WAYS[name]}", difference)
+        if not difference < close:
             findings.failed.append(f"{title}: the rows of {WAYS[name]} differ by {difference:.2g}")
 
 

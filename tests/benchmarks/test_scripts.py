@@ -68,7 +68,7 @@ def test_ways_to_collect_are_measured_and_store_the_same_rows(tmp_path, ways):
     (case,) = found["cases"].values()
     for part in ("short prompts, last token", "long prompts, all tokens"):
         assert len(case[part]["ways"]) == len(ways)
-        assert sum(name.startswith(f"{part}, largest difference") for name in case) == len(ways) - 2
+        assert sum(name.startswith(f"{part}, 100% of the rows") for name in case) == len(ways) - 2
     assert not found["failed"]  # as where rows differ
 
 
