@@ -27,17 +27,17 @@ smollm2: $(VENV)/.ready  ## fetch a small real model, SmolLM2-135M-Instruct, for
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --durations=10
 
 test: lint  ## what every change must pass
-	$(PYTEST) -n 2 -m "not long"
+	$(PYTEST) -n 3 -m "not long"
 
 test-fast: $(VENV)/.ready-dev  ## what needs no server, for every edit: under three minutes
-	$(PYTEST) -n 2 -m "not long and not server and not slow"
+	$(PYTEST) -n 3 -m "not long and not server and not slow"
 
 test-all: lint  ## the same with the tests that take minutes, and ten times as many examples of each property
 	$(PYTEST) --hypothesis-profile=many
 
 coverage: $(VENV)/.ready-dev  ## the tests again, and which lines and branches they reach
 	$(BIN)/coverage erase
-	HF_HUB_OFFLINE=1 $(BIN)/coverage run -m pytest -n 2 -m "not long"
+	HF_HUB_OFFLINE=1 $(BIN)/coverage run -m pytest -n 3 -m "not long"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

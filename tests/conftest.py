@@ -37,7 +37,7 @@ settings.register_profile("few", max_examples=20, deadline=None, derandomize=Tru
 settings.register_profile("many", max_examples=200, deadline=None)
 settings.load_profile("few")
 
-# Two processes of tests on two cores: more threads only wait for each other. Read when torch is imported.
+# As many processes of tests as cores and more: more threads only wait for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before Ray is imported, which reads it once. An earlier Ray on this machine may have left another token.
@@ -59,12 +59,14 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a process all tests that need the shared cluster, so that one is started; the others file by file."""
+    """Give two processes the tests that need the shared cluster, so that two are started; the others file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "cluster" if nodeid in self._shared else nodeid.partition("::")[0]
+            if nodeid not in self._shared:
+                return nodeid.partition("::")[0]
+            return "cluster of serve_app" if nodeid.startswith("tests/serve_app/") else "cluster"
 
         @functools.cached_property
         def _shared(self) -> set[str]:
@@ -82,7 +84,7 @@ def _need_cluster(config: pytest.Config) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that need Ray; those take longest and come first, so that two processes end together."""
+    """Mark the tests that need Ray; those take longest and come first, so that all processes end together."""
     shared = {item.nodeid for item in items if "cluster" in getattr(item, "fixturenames", ())}
     for item in items:
         if item.nodeid in shared:

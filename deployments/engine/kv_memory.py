@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deployments.model.device_memory import Reservation, free_bytes, release_cached, reserved_for_others
+from deployments.model.device_memory import Reservation, release_cached, unreserved_bytes
 from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 from deployments.model.model import Model
 
@@ -47,7 +47,7 @@ class KvMemory:
         page_bytes = by_device.total()
         self.position_bytes = page_bytes // PAGE
         free = min(
-            int(_unreserved_bytes(device, model.name) * (kv_fraction or 0.5)) // size
+            int(unreserved_bytes(device, model.name) * (kv_fraction or 0.5)) // size
             for device, size in by_device.items()
         )
         most = max_running * pages_for(model.context)
@@ -227,11 +227,6 @@ class KvMemory:
 def pages_for(tokens: int) -> int:
     """The number of pages of `tokens` tokens."""
     return -(-tokens // PAGE)
-
-
-def _unreserved_bytes(device: torch.device, model: str) -> int:
-    """The free memory of a device that is not reserved for another model."""
-    return max(0, free_bytes(device) - (reserved_for_others(model) if device.type == "cpu" else 0))
 
 
 @torch.inference_mode()

@@ -68,6 +68,12 @@ class Reservation:
             os.ftruncate(self._file, size)
 
 
+def unreserved_bytes(device: torch.device, model: str) -> int:
+    """The free memory of a device that is not reserved for another model than this one; at least a tenth of it."""
+    free = free_bytes(device)
+    return max(free // 10, free - (reserved_for_others(model) if device.type == "cpu" else 0))
+
+
 def reserved_for_others(model: str) -> int:
     """Bytes that are reserved for other models than this one and not touched."""
     others, own, found = f"/memfd:{_RESERVED}", f"/memfd:{_reserved(model)} (deleted)", dict[int, int]()

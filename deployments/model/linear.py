@@ -4,71 +4,112 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from deployments.model.device_memory import free_bytes
+from deployments.model.device_memory import is_out_of_memory, unreserved_bytes
 
-SHARE = 0.25  # of the free memory, which the copies of the weights may take
+SHARE = 0.1  # of the free memory, which the copies of the weights may take; replicas may load at the same time
 AVAILABLE = torch._C._has_mkldnn and platform.machine() in ("x86_64", "AMD64")  # not tried on other processors
 ROWS = 32  # for which oneDNN chooses the layout; it suits any other number, too
+# oneDNN compiles code for each number of rows, takes a millisecond and half a MiB for it, and keeps it. So there are
+# few: from 8 to 64 they differ by 8, and above by at most a quarter.
+SIZES = (
+    *(1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 512, 64)),
+    *range(512, 1025, 128),
+)
+_PADDED = [next(size for size in SIZES if size >= rows) for rows in range(1, SIZES[-1] + 1)]
 
 
 class LinearLayers:
     """A model's linear layers, which use oneDNN during forward passes of the engine.
 
     For the 32 rows of a decode that takes half of the time of MKL, which torch uses for float32, and two thirds of what
-    torch takes for bfloat16, as it arranges the weights anew in each call. The copies in oneDNN's layout take as much
-    memory as the weights. Without free memory for them the weights are used as they are, in two thirds of MKL's time.
+    torch takes for bfloat16, as it arranges the weights anew in each call; prompts gain less. The copies in oneDNN's
+    layout take as much memory as the weights. Without free memory for them the weights are used as they are, in two
+    thirds of MKL's time; 32 rows then have the same bits, which `batch_invariant` needs.
 
-    Outside these forward passes the layers run as in transformers: clients' code can differentiate them.
+    Outside these forward passes the layers run as in transformers: clients' code can differentiate them. The weights
+    must not change any more.
     """
 
-    def __init__(self, hf: nn.Module) -> None:
+    def __init__(self, hf: nn.Module, name: str) -> None:
         """Find the layers that oneDNN can multiply, and copy their weights.
 
         Args:
             hf: The Hugging Face module; layers on other devices stay as they are.
+            name: The model's.
         """
         self._used = False
         layers: list[Any] = [module for module in hf.modules() if _supported(module)]
-        size = sum(layer.weight.nbytes for layer in layers)
-        copies = size <= SHARE * free_bytes(torch.device("cpu"))
-        for layer in layers:
-            weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # [outputs, inputs]
-            if copies:
-                weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS)
-            layer.forward = functools.partial(self._multiply, layer.forward, weight, layer.bias)
+        # [outputs, inputs] each
+        weights: Sequence[torch.Tensor] = [
+            layer.weight if isinstance(layer, nn.Linear) else layer.weight.t() for layer in layers
+        ]
+        if sum(weight.nbytes for weight in weights) <= SHARE * unreserved_bytes(torch.device("cpu"), name):
+            weights = _copies(weights)
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.forward = functools.partial(self._forward, layer.forward, weight, layer.bias)
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Multiply by oneDNN while open."""
-        self._used = True
+        before, self._used = self._used, True
         try:
             yield
         finally:
-            self._used = False
+            self._used = before
 
-    def _multiply(
-        self, plain: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor
+    def _forward(
+        self, plain: Callable[..., torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, *x: Any, **named: Any
     ) -> torch.Tensor:
         """Multiply x [..., inputs] by oneDNN, where that is on; returns [..., outputs]."""
-        if self._used and x.dtype == weight.dtype and x.numel():
-            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-        return plain(x)
+        if self._used and x and x[0].dtype == weight.dtype and x[0].numel():
+            return _product(x[0], weight, bias)
+        return plain(*x, **named)
 
 
-def _supported(module: nn.Module) -> bool:
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[..., outputs] of x [..., inputs], in pieces of `SIZES` rows; the last is padded with zeros."""
+    multiply: Any = torch.ops.mkldnn._linear_pointwise
+    most = SIZES[-1]
+    rows = x.reshape(-1, x.shape[-1])  # [rows, inputs]
+    count = len(rows)
+    if count <= most:
+        if more := _PADDED[count - 1] - count:
+            rows = functional.pad(rows, (0, 0, 0, more))
+        out: torch.Tensor = multiply(rows, weight, bias, "none", [], "")[:count]
+    else:
+        out = x.new_empty(count, weight.shape[0])
+        for first in range(0, count, most):
+            out[first : first + most] = _product(rows[first : first + most], weight, bias)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _copies(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The weights in oneDNN's layout; as they are, if there is no memory after all."""
+    try:
+        return [torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS) for weight in weights]
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return weights
+
+
+def _supported(layer: Any) -> bool:
     """Whether a module is a plain linear layer whose weights oneDNN can multiply here."""
-    if type(module).forward not in (nn.Linear.forward, Conv1D.forward) or "forward" in vars(module):
+    if type(layer).forward not in (nn.Linear.forward, Conv1D.forward) or "forward" in vars(layer):
         return False
-    weight: Any = module.weight
-    if weight.device.type != "cpu" or not AVAILABLE:
+    weight, tensors = layer.weight, [layer.weight, *([] if layer.bias is None else [layer.bias])]
+    if any(type(tensor) is not nn.Parameter or tensor.dtype != weight.dtype for tensor in tensors):
+        return False  # quantized, or computed from others
+    if not AVAILABLE or weight.device.type != "cpu" or not weight.numel():
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -69,7 +69,7 @@ class Model:
             raise UnsupportedModelError(f"{name} has no fast tokenizer, which streaming text needs")
         self.name = name
         self.hf = hf.eval().requires_grad_(False)
-        self.linear = LinearLayers(self.hf)
+        self.linear = LinearLayers(self.hf, name)
         self.tokenizer = tokenizer
         self.config = hf.config.get_text_config()
         self.context = _context(self.config, context)

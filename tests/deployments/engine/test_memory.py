@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from deployments.engine import sequence as sequence_module
 from deployments.engine.decoding.sampling import choose
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request
+from deployments.model import device_memory
 from deployments.model.device_memory import left_in_container
 from deployments.model.kv_cache import PAGE, SequenceKv
 from deployments.model.model import Model
@@ -54,6 +57,20 @@ def test_a_prompts_next_piece_takes_no_memory_that_a_neighbours_next_token_would
     assert [done[request.id].tokens for request in requests] == alone
 
 
+@pytest.fixture
+def small_machine(monkeypatch):
+    """A machine with 1 GiB of free memory, which has seen no reservation before this test."""
+    device = torch.device("cpu")
+
+    def files() -> dict[int, Path]:
+        return {file.stat().st_ino: file for file in Path("/proc/self/fd").iterdir() if file.exists()}
+
+    before, held = files(), device_memory.held_bytes(device)
+    monkeypatch.setattr(device_memory.glob, "iglob", lambda _: [file for i, file in files().items() if i not in before])
+    monkeypatch.setattr(device_memory, "free_bytes", lambda _: (1 << 30) + held - device_memory.held_bytes(device))
+
+
+@pytest.mark.usefixtures("small_machine")
 def test_pages_that_another_model_has_reserved_and_not_written_to_are_not_free(tiny):
     def reserved(name: str) -> kv_memory.KvMemory:
         return kv_memory.KvMemory(tiny(name), 10**7, kv_fraction=0.25)  # nothing else limits it
@@ -66,6 +83,13 @@ def test_pages_that_another_model_has_reserved_and_not_written_to_are_not_free(t
     assert reserved("llama").budget_bytes > 1.1 * beside
     del first
     assert reserved("llama").budget_bytes > 1.1 * beside
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_a_model_that_is_loaded_when_all_is_reserved_gets_a_tenth(tiny):
+    first = kv_memory.KvMemory(tiny("qwen3"), 10**7, kv_fraction=0.99)
+    assert first.budget_bytes > 0.9 * (1 << 30)
+    assert 0.04 * (1 << 30) < kv_memory.KvMemory(tiny("llama"), 10**7, kv_fraction=0.5).budget_bytes < 0.06 * (1 << 30)
 
 
 def test_two_requests_of_one_id_are_refused_before_any_runs(tiny):

@@ -10,23 +10,28 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from deployments.model import linear
-from deployments.model.linear import LinearLayers
+from deployments.model.kv_cache import PagedCache, SequenceKv, TokenSpan
+from deployments.model.linear import SIZES, LinearLayers
 from deployments.model.packing import relative_error
+from deployments.tiles import TILE
 
 pytestmark = pytest.mark.skipif(not linear.AVAILABLE, reason="oneDNN is not used here")
+ROWS = (0, 1, 3, 32, 100, SIZES[-1], SIZES[-1] + 1, 3 * SIZES[-1] - 5)
 
 
-class Two(nn.Module):
-    """One layer of each kind, and a layer that computes something of its own."""
+class Layers(nn.Module):
+    """One layer of each kind, a layer that computes something of its own, and an empty one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.first, self.second, self.own = nn.Linear(48, 80), Conv1D(24, 80), Doubled(24, 8)
+        self.first, self.second, self.own = nn.Linear(48, 80), Conv1D(24, 80), Doubled(24, 8, bias=False)
+        with pytest.warns(UserWarning, match="zero-element"):
+            self.none = nn.Linear(8, 0)
         self.to(dtype).requires_grad_(False)
         nn.init.normal_(self.second.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(self.second(self.first(x)))
+        return self.own(self.second(self.first(input=x) if x.requires_grad else self.first(x)))
 
 
 class Doubled(nn.Linear):
@@ -34,24 +39,69 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("share", [0, 1], ids=["weights as they are", "copies"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_those_of_the_module(monkeypatch, dtype, share):
-    monkeypatch.setattr(linear, "SHARE", share)
-    module = Two(dtype)
-    plain, layers = copy.deepcopy(module), LinearLayers(module)
-    for rows in (0, 1, 32, 100):
+def test_values_are_those_of_the_module_and_a_tile_has_the_same_bits_without_memory_for_copies(monkeypatch, dtype):
+    module = Layers(dtype)
+    plain, poor = copy.deepcopy(module), copy.deepcopy(module)
+    copies = LinearLayers(module, "m")
+    monkeypatch.setattr(linear, "SHARE", 0)
+    used = LinearLayers(poor, "m")
+    for rows in ROWS:
         x = torch.randn(rows, 96, dtype=dtype)[None, :, ::2]  # not contiguous
-        with layers.used():
-            assert relative_error(module(x), plain(x)) < (1e-6 if dtype == torch.float32 else 1e-2)
+        with copies.used(), used.used():
+            found, other = module(x), poor(x)
+        assert rows != TILE or torch.equal(found, other)
+        for one in (found, other):
+            assert relative_error(one, plain(x)) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_outside_the_engine_they_are_the_modules_own_and_can_be_differentiated():
-    module = Two(torch.float32)
-    plain, layers = copy.deepcopy(module), LinearLayers(module)
+    module = Layers(torch.float32)
+    plain, layers = copy.deepcopy(module), LinearLayers(module, "m")
     x = torch.randn(5, 48, requires_grad=True)
-    with layers.used():
-        pass
+    with pytest.raises(ZeroDivisionError), layers.used(), layers.used():
+        1 / 0  # noqa: B018
     assert torch.equal(module(x), plain(x))
     module(x).sum().backward()
     assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_forward_passes_and_the_lens_multiply_by_onednn(tiny, name, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("torch's own product")
+
+    model = tiny(name)
+    monkeypatch.setattr(nn.functional, "linear", refuse)
+    monkeypatch.setattr(torch, "addmm", refuse)
+    with torch.inference_mode():
+        assert model.forward([3, 4, 5], [TokenSpan(SequenceKv([0]), 0, 3)], [2], PagedCache(1)).isfinite().all()
+        assert model.unembedding.logits(torch.randn(2, model.config.hidden_size)).isfinite().all()
+
+
+def test_few_numbers_of_rows_reach_onednn_which_keeps_code_for_each(monkeypatch):
+    seen = set()
+
+    def product(x, weight, bias, *_):
+        seen.add(len(x))
+        return x.new_zeros(len(x), weight.shape[0])
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
+    module = nn.Linear(4, 4).requires_grad_(False)
+    layers = LinearLayers(module, "m")
+    with layers.used():
+        for rows in (*range(1, 1100), 5000):
+            assert module(torch.randn(rows, 4)).shape == (rows, 4)
+    assert seen == set(SIZES)
+    assert len(SIZES) < 30
+
+
+def test_copies_for_which_memory_runs_out_are_left_out(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    module = nn.Linear(4, 4).requires_grad_(False)
+    layers, x = LinearLayers(module, "m"), torch.randn(3, 4)
+    with layers.used():
+        torch.testing.assert_close(module(x), nn.functional.linear(x, module.weight, module.bias))

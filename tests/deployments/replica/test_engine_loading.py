@@ -100,8 +100,8 @@ def test_a_models_directory_has_to_be_absolute():
 
 
 def test_replicas_of_one_machine_divide_the_memory_for_keys_and_values(monkeypatch):
-    monkeypatch.setattr("deployments.engine.kv_memory.free_bytes", lambda device: 1 << 30)
-    monkeypatch.setattr("deployments.engine.kv_memory.reserved_for_others", lambda model: 0)
+    monkeypatch.setattr("deployments.model.device_memory.free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("deployments.model.device_memory.reserved_for_others", lambda model: 0)
     budgets = []
     for replicas in (1, 2):
         engine = load_engine(Options(threads=1, num_replicas=replicas, kv_fraction=0.8))
