@@ -1,8 +1,9 @@
-"""Matrix products in tiles of one fixed size, so that each row has the same bits whatever the other rows."""
+"""Matrix products in tiles of fixed sizes: of one, each row has the same bits whatever the other rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -10,22 +11,31 @@ from torch.nn import functional
 TILE = 32  # rows
 
 
-def in_tiles(x: torch.Tensor, width: int, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Compute [..., width] of rows x [..., features], `TILE` rows at a time; the last tile is padded with zeros.
+def in_tiles(
+    x: torch.Tensor,
+    width: int,
+    product: Callable[[torch.Tensor], torch.Tensor],
+    sizes: Sequence[int] = (TILE,),
+) -> torch.Tensor:
+    """Compute [..., width] of rows x [..., features] in pieces of certain sizes; the last is padded with zeros.
 
-    Libraries choose the order of a sum by the shape of a product, so the shape must not depend on the other rows.
+    Libraries choose the order of a sum by the shape of a product, so the shape must not depend on the other rows where
+    bits matter: there is one size then.
 
     Args:
         x: The rows. The result has their dtype.
         width: The number of entries of each result row.
-        product: Maps [TILE, features] to [TILE, width], each row by itself.
+        product: Maps [size, features] to [size, width], each row by itself.
+        sizes: The numbers of rows of a product, ascending. More rows are split into pieces of the last size.
     """
-    rows = x.reshape(-1, x.shape[-1])  # [rows, features]
-    out = x.new_empty(len(rows), width)
-    for first in range(0, len(rows), TILE):
-        tile = rows[first : first + TILE]
-        if len(tile) < TILE:
-            out[first:] = product(functional.pad(tile, (0, 0, 0, TILE - len(tile))))[: len(tile)]
-        else:
-            out[first : first + TILE] = product(tile.contiguous())
-    return out.view(*x.shape[:-1], width)
+    rows, most = x.reshape(-1, x.shape[-1]), sizes[-1]  # [rows, features]
+    count = len(rows)
+    if count > most:
+        out = x.new_empty(count, width)
+        for first in range(0, count, most):
+            out[first : first + most] = in_tiles(rows[first : first + most], width, product, sizes)
+    else:
+        if more := sizes[bisect_left(sizes, count)] - count:
+            rows = functional.pad(rows, (0, 0, 0, more))
+        out = product(rows.contiguous())[:count].to(x.dtype)
+    return out.reshape(*x.shape[:-1], width)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from deployments.model.device_memory import is_out_of_memory, unreserved_bytes
+from deployments.tiles import in_tiles
 
 SHARE = 0.1  # of the free memory, which the copies of the weights may take; replicas may load at the same time
 AVAILABLE = torch._C._has_mkldnn and platform.machine() in ("x86_64", "AMD64")  # not tried on other processors
@@ -24,7 +24,6 @@ SIZES = (
     *(1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 512, 64)),
     *range(512, 1025, 128),
 )
-_PADDED = [next(size for size in SIZES if size >= rows) for rows in range(1, SIZES[-1] + 1)]
 
 
 class LinearLayers:
@@ -71,25 +70,9 @@ class LinearLayers:
     ) -> torch.Tensor:
         """Multiply x [..., inputs] by oneDNN, where that is on; returns [..., outputs]."""
         if self._used and x and x[0].dtype == weight.dtype and x[0].numel():
-            return _product(x[0], weight, bias)
+            multiply: Any = torch.ops.mkldnn._linear_pointwise
+            return in_tiles(x[0], weight.shape[0], lambda rows: multiply(rows, weight, bias, "none", [], ""), SIZES)
         return plain(*x, **named)
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[..., outputs] of x [..., inputs], in pieces of `SIZES` rows; the last is padded with zeros."""
-    multiply: Any = torch.ops.mkldnn._linear_pointwise
-    most = SIZES[-1]
-    rows = x.reshape(-1, x.shape[-1])  # [rows, inputs]
-    count = len(rows)
-    if count <= most:
-        if more := _PADDED[count - 1] - count:
-            rows = functional.pad(rows, (0, 0, 0, more))
-        out: torch.Tensor = multiply(rows, weight, bias, "none", [], "")[:count]
-    else:
-        out = x.new_empty(count, weight.shape[0])
-        for first in range(0, count, most):
-            out[first : first + most] = _product(rows[first : first + most], weight, bias)
-    return out.view(*x.shape[:-1], -1)
 
 
 def _copies(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
