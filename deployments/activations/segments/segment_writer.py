@@ -20,6 +20,7 @@ from deployments.activations.segments.schema import batch_metadata, empty_batch,
 
 VERSION = "pyarrow"  # of a footer's metadata
 _CHUNK = 1 << 20
+_GATHERED = 16 << 10  # bytes of small writes that become one: a batch has several a column
 
 Batches = Sequence[pa.RecordBatch]
 Sums = Sequence[Mapping[str, str]]  # of each batch, the checksums of its columns
@@ -43,7 +44,8 @@ class Segment:
         self.is_named = False  # whether its name is durable
         self._said = schema.serialize().to_pybytes()  # as it lies in the file
         # Arrow writes to the file itself: a call of Python for each buffer would wait for the lock of the interpreter.
-        self._sink = pa.OSFile(f"/dev/fd/{self._descriptor}", "ab")
+        self._file = pa.OSFile(f"/dev/fd/{self._descriptor}", "ab")
+        self._sink = pa.BufferedOutputStream(self._file, _GATHERED)  # empty but for the time of a write
         self._writer = new_file(self._sink, schema)  # writes nothing before the first batch
         self._synced = self._syncing = _WrittenExtent(0, 0, 0)
         self._modified_ns: int | None = None
@@ -58,6 +60,11 @@ class Segment:
     def size(self) -> int:
         """Bytes in the file, those of a run that is not finished included."""
         return self._end
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes of the run that is not finished."""
+        return self._end - self.length
 
     def facts(self) -> StoredFile:
         """The file as far as it is durable."""
@@ -127,6 +134,7 @@ class Segment:
                     seal(self._descriptor, self._path, self.schema, self.length)
                 else:
                     self._writer.close()
+                    self._sink.flush()
                 os.fsync(self._descriptor)
                 state = os.fstat(self._descriptor)
                 self.length = self._end = state.st_size
@@ -134,8 +142,9 @@ class Segment:
                 self.begin_sync()
                 self.end_sync()
         except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
+            self._file.close()  # first: the sink may hold a part that was refused, and would write it after the cut
             self._cut(self.length, self.rows)
-        with contextlib.suppress(OSError):  # what counts was fsynced before
+        with contextlib.suppress(OSError, pa.ArrowException):  # what counts was fsynced before
             try:
                 if not self.rows:
                     self._path.unlink()
@@ -149,9 +158,11 @@ class Segment:
                 said = {**facts, **(sums[number] if sums else described(batch))}
                 rows = batch if self._end or number else free_batch(batch)
                 self._writer.write_batch(rows, custom_metadata=said | {BATCH: of_batch(self._said, said)})
+            self._sink.flush()
             self._end = os.fstat(self._descriptor).st_size
         except (OSError, pa.ArrowException):
             self.broken = True
+            self._file.close()  # as in `close`
             self._cut(self.length, self.rows)
             raise
         self._batches += len(batches)

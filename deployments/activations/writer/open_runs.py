@@ -55,7 +55,6 @@ class OpenRun:
     segment: Segment
     chunks: int = 0
     touched: float = 0.0
-    bytes: int = 0
 
 
 class OpenRuns:
@@ -85,9 +84,10 @@ class OpenRuns:
         name, entry = chunk.name, None
         try:
             self._manager.check_fence(name.session_id, chunk.fence)
-            before = self._open[name].bytes if name in self._open else 0
-            size = sum(batch.nbytes for batch in chunk.batches)
-            self._manager.make_room(name.session_id, size, chunk.most - before)
+            if self._manager.retention.has_quotas:
+                before = self._open[name].segment.unfinished if name in self._open else 0
+                size = sum(batch.nbytes for batch in chunk.batches)
+                self._manager.make_room(name.session_id, size, chunk.most - before)
             self._written.add(name.session_id)
             if chunk.part == 0:
                 self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))
@@ -100,7 +100,6 @@ class OpenRuns:
             else:
                 run.segment.append(name.run_id, chunk.batches, chunk.sums)
                 run.chunks += 1
-                run.bytes += size
                 self.renew(name)
             self._manager.grow(name.session_id, run.segment.size - length)
             return run.segment, entry

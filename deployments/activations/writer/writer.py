@@ -23,11 +23,12 @@ import pyarrow as pa
 
 from deployments.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import FileUpdate, RunFacts, RunName, StoredRun, StoreError, explain
+from deployments.activations.facts import Entry, FileUpdate, RunFacts, RunName, StoredRun, StoreError, explain
 from deployments.activations.files.places import path_of
 from deployments.activations.limits import Retention
 from deployments.activations.segments.checksums import described
 from deployments.activations.segments.schema import batch_metadata
+from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.state.owners import Owners
 from deployments.activations.writer.group_commit import Commits
 from deployments.activations.writer.open_runs import Chunk, OpenRuns, check_name
@@ -56,6 +57,13 @@ class _QueuedCall(NamedTuple):
     work: Callable[[], Any]
     future: Future[Any]
     behind: bool = False
+
+
+class _WrittenRun(NamedTuple):
+    """A whole run in its file: its call is answered by the commit that makes it durable."""
+
+    segment: Segment
+    entry: Entry
 
 
 class Writer:
@@ -275,7 +283,9 @@ class Writer:
         except (StoreError, RequestError) as error:
             request.future.set_exception(error)
         else:
-            if isinstance(result, Future):
+            if isinstance(result, _WrittenRun):
+                self._commits.add(result.segment, (request.future, result.entry))
+            elif isinstance(result, Future):
                 result.add_done_callback(lambda done: self._pass_on(done, request.future))
             else:
                 request.future.set_result(result)
@@ -289,15 +299,13 @@ class Writer:
         else:
             to.set_exception(explain(self._root, error) if isinstance(error, OSError) else error)
 
-    def _write(self, chunk: Chunk) -> Future[StoredRun] | None:
+    def _write(self, chunk: Chunk) -> _WrittenRun | None:
         try:
             segment, entry = self._runs.write(chunk)
         finally:
             chunk.batches.clear()
         if entry:
-            durable = Future[StoredRun]()
-            self._commits.add(segment, (durable, entry))
-            return durable
+            return _WrittenRun(segment, entry)
         if segment.unsynced >= _SYNC_BYTES:
             self._commits.add(segment)
         return None

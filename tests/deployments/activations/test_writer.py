@@ -110,6 +110,23 @@ def test_a_full_disk_fails_the_run_and_the_store_works_again(make, open_writer, 
     assert runs(path) == [make("before").facts]
 
 
+@pytest.mark.parametrize("more", [1, 500, 1_000, 1_500, 2_000])
+def test_no_part_of_a_run_that_failed_is_written_later(make, open_writer, tmp_path, more):
+    writer = open_writer()
+    write(writer, make("before", {POINT: torch.zeros(3, 200)}))
+    [path] = files(tmp_path)
+    length = path.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length + more, hard))
+    try:
+        with pytest.raises(StoreError, match="limit on file sizes"):
+            write(writer, make("small", {POINT: torch.zeros(3, 200)}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer.close()
+    assert path.stat().st_size == length
+
+
 def test_a_run_beside_one_that_failed_is_kept(make, open_writer, tmp_path):
     writer = open_writer()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
