@@ -19,6 +19,7 @@ LAYOUT = "xxh3_layout"  # the same: of its columns' lengths, nulls and words
 RUN = "xxh3_run"  # the same: of what the run is
 BATCH = "xxh3_batch"  # the same: of the schema, and of all else in the metadata
 _json = json.JSONEncoder(default=repr).encode  # a type that changed may be no word's
+_FEW = 256  # rows for which Python is faster than a kernel of Arrow
 _WORDS = ("run_id", "sample_id")  # the same in each row, and in the metadata
 
 
@@ -52,7 +53,7 @@ def layout(batch: pa.RecordBatch) -> str:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         words = ""
         if name in _WORDS:
-            words = f", {_json(column.unique().to_pylist())}"
+            words = f", {_json(_different(column))}"
         elif isinstance(column, pa.DictionaryArray):
             words = f", {_json(column.dictionary.to_pylist())}"
         sum.update(f"[{_json(name)}, {rows}{words}]".encode())  # not a list as JSON: that takes ten times as long
@@ -62,6 +63,14 @@ def layout(batch: pa.RecordBatch) -> str:
         if isinstance(column, pa.LargeListArray):
             sum.update(column.value_lengths().cast(pa.int64()).to_numpy().tobytes())
     return sum.hexdigest()
+
+
+def _different(words: pa.Array) -> list[object]:
+    """The different words of a column, in order."""
+    if len(words) > _FEW or not pa.types.is_string(words.type):
+        return words.unique().to_pylist()  # type: ignore[no-any-return]
+    # Arrow's kernels release the interpreter's lock, and getting it back takes longer than this.
+    return list(dict.fromkeys(words.to_pylist()))
 
 
 def of_run(said: bytes) -> str:
