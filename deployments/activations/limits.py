@@ -42,19 +42,22 @@ class Retention:
 
 
 class SessionSize(NamedTuple):
-    """A session: the bytes of its files, and when its last run was made, in Unix seconds."""
+    """A session and the bytes of its files."""
 
     id: str
     bytes: int
-    last: float
 
 
-def oldest(sessions: Iterable[SessionSize], missing: int) -> list[SessionSize]:
-    """Those whose last run is oldest, as few as take `missing` bytes; all where they take less."""
-    found = list[SessionSize]()
-    for session in sorted(sessions, key=lambda session: (session.last, session.id)):
-        if missing <= 0:
-            break
-        found.append(session)
-        missing -= session.bytes
-    return found
+def first_of(sessions: Iterable[SessionSize], missing: int, later: int = 0) -> list[SessionSize] | None:
+    """The first of `sessions` that take `missing` bytes; None unless all together take `missing` and `later` bytes.
+
+    No more sessions are asked for than that takes.
+    """
+    found, size = list[SessionSize](), 0
+    for session in sessions:
+        if size < missing:
+            found.append(session)
+        size += session.bytes
+        if size >= missing + later:
+            return found
+    return None

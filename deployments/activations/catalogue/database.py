@@ -21,10 +21,10 @@ LOCK = ".catalogue.lock"
 
 # `files.rows` counts the rows of the file's known runs, NULL where another file has some of them as well; a file
 # without `modified_ns` is read again at the next start. The indexes cover what filters and sums use, so that neither
-# reads the runs themselves. `sums` are totals by session and model, kept by triggers; their
-# `mark` changes with each change. From a bucket's manifest come `archived`, which files are in it, `applied`, the parts
-# that were read, `deleted`, segments that are gone for good (their objects too unless `pending`), and `records`, copies
-# of pins and owners.
+# reads the runs themselves. `sums` are totals by session and model, and the time of the `last` run, kept by triggers;
+# their `mark` changes with each change. From a bucket's manifest come `archived`, which files are in it, `applied`, the
+# parts that were read, `deleted`, segments that are gone for good (their objects too unless `pending`), and `records`,
+# copies of pins and owners.
 _TABLES = """
 CREATE TABLE origin (inode INTEGER NOT NULL);
 
@@ -61,13 +61,15 @@ CREATE TABLE records (kind TEXT, session TEXT, value TEXT, at REAL NOT NULL, PRI
 
 CREATE TABLE sums (
     session TEXT NOT NULL, model TEXT NOT NULL, runs INTEGER NOT NULL, tokens INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    mark INTEGER NOT NULL, PRIMARY KEY (session, model)
+    last REAL NOT NULL, mark INTEGER NOT NULL, PRIMARY KEY (session, model)
 ) WITHOUT ROWID;
 
+CREATE INDEX sums_by_age ON sums (last, session);
+
 CREATE TRIGGER run_added AFTER INSERT ON runs BEGIN
-    INSERT INTO sums VALUES (NEW.session, NEW.model, 1, NEW.tokens, NEW.bytes, random())
+    INSERT INTO sums VALUES (NEW.session, NEW.model, 1, NEW.tokens, NEW.bytes, NEW.created, random())
     ON CONFLICT (session, model) DO UPDATE SET runs = runs + 1, tokens = tokens + NEW.tokens,
-    bytes = bytes + NEW.bytes, mark = random();
+    bytes = bytes + NEW.bytes, last = max(last, NEW.created), mark = random();
 END;
 
 CREATE TRIGGER run_gone AFTER DELETE ON runs
@@ -75,6 +77,8 @@ WHEN EXISTS (SELECT 1 FROM sums WHERE session = OLD.session AND model = OLD.mode
     UPDATE sums SET runs = runs - 1, tokens = tokens - OLD.tokens, bytes = bytes - OLD.bytes, mark = random()
     WHERE session = OLD.session AND model = OLD.model;
     DELETE FROM sums WHERE session = OLD.session AND model = OLD.model AND runs = 0;
+    UPDATE sums SET last = (SELECT max(created) FROM runs WHERE session = OLD.session AND model = OLD.model)
+    WHERE session = OLD.session AND model = OLD.model AND last = OLD.created;
 END;
 """
 # A database with fewer facts of a run than this version has is of another layout, too.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from deployments.activations.catalogue.rows import ENTRIES, entries_of, tag_line
@@ -16,7 +17,8 @@ _SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(D
     min(created), max(created) FROM runs INDEXED BY runs_by_session"""
 _ALL_SUMS = """SELECT session, sum(runs), sum(tokens), sum(bytes), json_group_array(model),
     (SELECT min(created) FROM runs AS own WHERE own.session = runs.session),
-    (SELECT max(created) FROM runs AS own WHERE own.session = runs.session) FROM sums AS runs"""
+    max(last) FROM sums AS runs"""
+_PAGE = 100  # sessions that one query reads
 _LISTED = ["run_id", "session_id", "model", "created", "prompt_tokens", "tokens", "sample_id", "tags", "finish_reason"]
 
 
@@ -88,14 +90,20 @@ class Queries(ABC):
         """The runs of one file, in the order in which they were added."""
         return entries_of(self.select(f"{ENTRIES} WHERE files.uri = ? ORDER BY runs.rowid", uri))
 
-    def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
-        """The Unix time of the last run of one session, or of each that has a run."""
-        last = "SELECT max(created) FROM runs WHERE session = known.session"
-        of, values = (
-            ("SELECT DISTINCT session FROM files", []) if session_id is None else ("SELECT ? AS session", [session_id])
-        )
-        found = self.select(f"SELECT session, ({last}) FROM ({of}) AS known", *values)
-        return [(session_id, created) for session_id, created in found if created is not None]
+    def last_run(self, session_id: str) -> float | None:
+        """The Unix time of a session's last run; None if it has none."""
+        [(last,)] = self.select("SELECT max(last) FROM sums WHERE session = ?", session_id)
+        return None if last is None else float(last)
+
+    def by_age(self) -> Iterator[tuple[str, float]]:
+        """The sessions that have runs, each with the Unix time of its last one, the oldest first; read as needed."""
+        page = f"""SELECT DISTINCT session, last FROM sums AS own WHERE (last, session) > (?, ?)
+            AND NOT EXISTS (SELECT 1 FROM sums WHERE session = own.session AND last > own.last)
+            ORDER BY last, session LIMIT {_PAGE}"""
+        last, session_id = -math.inf, ""
+        while found := self.select(page, last, session_id):
+            yield from found
+            session_id, last = found[-1]
 
     def find(self, run_id: str) -> Entry | None:
         """A run by its id; None if there is none."""

@@ -200,7 +200,7 @@ class NodeWriter(RunReceiver):
             return True
 
         def goes_on(busy: Set[str]) -> bool:
-            return session_id in busy or any(created > last for _, created in catalogue.last_runs(session_id))
+            return session_id in busy or (catalogue.last_run(session_id) or last) > last
 
         self._writing().delete(session_id, unless=goes_on).result()
         return not catalogue.knows(session_id)

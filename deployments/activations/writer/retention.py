@@ -9,8 +9,9 @@ import secrets
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -19,9 +20,9 @@ from deployments.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import FileUpdate, StoreError, name_of
 from deployments.activations.files.disk import DELETED, directory, scan_session
-from deployments.activations.limits import Retention, SessionSize, oldest
+from deployments.activations.limits import Retention, SessionSize, first_of
 from deployments.activations.state.nodes import node_of
-from deployments.activations.state.owners import Owners, Record
+from deployments.activations.state.owners import Owners
 from deployments.activations.state.state import Pins
 from deployments.activations.writer.pool import Pool
 
@@ -101,9 +102,9 @@ class SessionManager:
         if limit is None or (missing := self._total + size - limit) <= 0:
             return []
         if limits.delete_oldest:
-            deletable = self._deletable_for(session_id, stay)
-            if sum(session.bytes for session in deletable) >= missing + max(0, most - size):
-                return oldest(deletable, missing)
+            deleted = first_of(self._deletable_for(session_id, stay), missing, max(0, most - size))
+            if deleted is not None:
+                return deleted
         what = "delete sessions that are not needed, or raise max_store_bytes"
         raise StoreError(_full("store's quota", self._total, limit, size, what))
 
@@ -118,17 +119,17 @@ class SessionManager:
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
             self.delete(session.id, automatic=True).add_done_callback(_log)
 
-    def _deletable_for(self, session_id: str, stay: Set[str]) -> list[SessionSize]:
-        """The sessions that may go for a run of a session: its owner's alone."""
-        others = self._owners.all() if self._owners else {}
-        nobodys = Record(None)
-        owner = others.get(session_id, nobodys).owner
+    def _deletable_for(self, session_id: str, stay: Set[str]) -> Iterator[SessionSize]:
+        """The sessions that may go for a run of a session, its owner's alone; the oldest last run first."""
+        owner = self._owner_of(session_id)
         sizes, stay = self.used(), {session_id} | stay | self.busy() | self._pins.names()
-        return [
-            SessionSize(name, sizes[name], last)
-            for name, last in self._catalogue.last_runs()
-            if name not in stay and others.get(name, nobodys).owner == owner
-        ]
+        for name, _ in self._catalogue.by_age():
+            if name not in stay and self._owner_of(name) == owner:
+                yield SessionSize(name, sizes[name])
+
+    def _owner_of(self, session_id: str) -> str | None:
+        record = self._owners.of(session_id) if self._owners else None
+        return record.owner if record else None
 
     def _check_owner(self, session_id: str, size: int) -> None:
         limit = self.retention.max_owner_bytes
@@ -176,7 +177,11 @@ class SessionManager:
     def old(self, now: float) -> list[str]:
         """The sessions that may be too old by a time in Unix seconds, of which `expire` deletes those that are."""
         age = self.retention.max_session_age_s
-        return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
+        return (
+            []
+            if age is None
+            else [name for name, _ in takewhile(lambda one: one[1] < now - age, self._catalogue.by_age())]
+        )
 
     def expire(self, session_id: str, now: float) -> bool:
         """Delete a session if its last run is too old by `now`; whether it did. On a disk error it stays."""
@@ -184,8 +189,8 @@ class SessionManager:
         if age is None or session_id in self.busy() | self._pins.names():
             return False
         try:
-            is_old = any(last < now - age for _, last in self._catalogue.last_runs(session_id))
-            if is_old and self._is_as_known(session_id):
+            last = self._catalogue.last_run(session_id)
+            if last is not None and last < now - age and self._is_as_known(session_id):
                 logger.warning("session %s is deleted: its last run is more than %g s old", session_id, age)
                 self.delete(session_id, automatic=True).add_done_callback(_log)
                 return True
@@ -248,7 +253,7 @@ class SessionManager:
         self._pool.close(session_id)
         if self._nodes and self._catalogue.knows(session_id):
             record = self._owners.of(session_id) if self._owners else None
-            last = max((at for _, at in self._catalogue.last_runs(session_id)), default=0.0) if automatic else None
+            last = self._catalogue.last_run(session_id) or 0.0 if automatic else None
             holding = {node_of(uri) for uri in self._catalogue.files(session_id)}
             self._nodes.begin_deletion(session_id, record.fence if record else None, last, holding)
         known = self._archive.delete(session_id) if self._archive else False

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 import deployments.activations
 from deployments.activations import load, runs
+from deployments.activations.catalogue import queries
 from deployments.activations.catalogue import rows as filling
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
@@ -87,6 +89,29 @@ def test_a_session_lists_where_each_point_of_each_run_lies(filled, tmp_path):
         "points": {"layers.0.output": {"uri": file.as_uri(), "first_row": 3, "shape": [3, 4], "dtype": "float32"}},
     }
     assert filled.session("unknown") is None
+
+
+@given(
+    known=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 5), st.sampled_from(["m", "n"])), max_size=20),
+    gone=st.sets(st.integers(0, 19), max_size=6),
+    page=st.integers(1, 3),
+)
+def test_sessions_come_by_the_age_of_their_last_run_that_is_there(make, known, gone, page):
+    catalogue, left = Catalogue(), {}
+    for number, (session, created, model) in enumerate(known):
+        facts = replace(make(f"r{number}", session_id=session).facts, created=float(created), model=model)
+        uri = f"file:///store/{session}/{number:06}.arrow"
+        entry = Entry(facts, uri, 0, 3, 100, {"layers.0.output": PointType((4,), "float32")}, 0)
+        catalogue.add(FileUpdate(session, [entry], StoredFile(uri, 100, True, 3, 1)))
+        if number in gone:
+            catalogue.forget_files(uri)
+        else:
+            left[session] = max(left.get(session, 0.0), facts.created)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queries, "_PAGE", page)
+        assert list(catalogue.by_age()) == sorted(left.items(), key=lambda one: (one[1], one[0]))
+    assert {session: catalogue.last_run(session) for session in left} == left
+    assert catalogue.last_run("unknown") is None
 
 
 def test_a_page_of_a_session_lists_the_files_of_its_runs_alone(make):

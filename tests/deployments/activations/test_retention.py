@@ -16,7 +16,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.downloads import Readings
 from deployments.activations.facts import StoreError, names_a_session
 from deployments.activations.filters import Choice
-from deployments.activations.limits import Retention, SessionSize, oldest
+from deployments.activations.limits import Retention, SessionSize, first_of
 from deployments.activations.reader.training import ActivationRows
 from deployments.activations.state.state import Pins, save_limits, saved_limits
 from deployments.activations.writer.recovery import recover
@@ -329,18 +329,18 @@ def test_who_reads_keeps_what_is_mapped_and_hears_of_the_rest(keep, big, make, t
         load(tmp_path / "session", "whole")
 
 
-@given(
-    held=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8),
-    missing=st.integers(-3, 40),
-)
-def test_the_oldest_that_suffice_are_chosen_and_no_more(held, missing):
-    all_held = [SessionSize(f"s{n}", size, float(last)) for n, (size, last) in enumerate(held)]
-    chosen = oldest(all_held, missing)
-    assert max((one.last for one in chosen), default=-1.0) <= min(
-        (one.last for one in all_held if one not in chosen), default=10.0
-    )
-    assert sum(one.bytes for one in chosen) >= min(missing, sum(one.bytes for one in all_held))
-    assert not chosen or sum(one.bytes for one in chosen[:-1]) < missing
+@given(sizes=st.lists(st.integers(0, 9), max_size=8), missing=st.integers(1, 40), later=st.integers(0, 20))
+def test_the_first_that_suffice_are_chosen_and_no_more_are_asked_for(sizes, missing, later):
+    sessions = [SessionSize(f"s{n}", size) for n, size in enumerate(sizes)]
+    left = iter(sessions)
+    chosen = first_of(left, missing, later)
+    if sum(sizes) < missing + later:
+        assert chosen is None
+        return
+    assert chosen == sessions[: len(chosen)]
+    assert sum(one.bytes for one in chosen) >= missing > sum(one.bytes for one in chosen[:-1])
+    asked = sizes[: len(sizes) - len(list(left))]
+    assert sum(asked) >= missing + later > sum(asked[:-1])
 
 
 ids = st.one_of(
