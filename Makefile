@@ -118,9 +118,11 @@ $(VENV)/.ready-dev: $(VENV)/.ready locks/dev.txt
 	touch $@
 
 # The clients that tests/serve_clients runs have pins of their own, hence an environment of their own.
+# With uv in a tenth of pip's time. uv does not read pip's settings, so where it fails pip has its turn.
 .venv-clients/.ready: locks/clients.txt
 	$(PYTHON) -m venv --clear .venv-clients
-	.venv-clients/bin/python $(LOCKED) -r $<
+	$(BIN)/uv pip install --quiet --python .venv-clients --no-deps --require-hashes -r $< \
+		|| .venv-clients/bin/python $(LOCKED) -r $<
 	touch $@
 
 clean:  ## take away what was set up

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,10 @@ def test_the_locks_name_no_registry():
 
 
 def test_a_package_that_is_not_what_was_locked_is_not_installed(tmp_path):
-    package = tmp_path / "changed-1.0"
-    package.mkdir()
-    (package / "pyproject.toml").write_text('[project]\nname = "changed"\nversion = "1.0"\n')
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*build, f"--wheel-dir={tmp_path}", package], check=True)
+    with zipfile.ZipFile(tmp_path / "changed-1.0-py3-none-any.whl", "w") as wheel:  # pip installs it where it may
+        wheel.writestr("changed-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: changed\nVersion: 1.0\n")
+        wheel.writestr("changed-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("changed-1.0.dist-info/RECORD", "")
     lock = tmp_path / "lock.txt"
     lock.write_text(f"changed==1.0 --hash=sha256:{'0' * 64}\n")
     makefile = (ROOT / "Makefile").read_text()

@@ -6,12 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from ray.serve.scripts import build
 
 from evals.gsm8k.__main__ import main
 from serve_app import demo
+from tests import programs
 
 ROOT = Path(__file__).parent.parent
 ADDRESS = "http://127.0.0.1:8000"
@@ -65,7 +69,7 @@ def test_readme_fits_two_screens_and_every_command_of_it_is_run_here_or_accounte
 )
 def test_a_shell_command_of_the_readme_or_a_guide_works(served, command):
     if "--samples 20" in command:
-        command = command.replace("--samples 20", "--samples 2") + " --max-tokens 64"
+        command = command.replace("--samples 20", "--samples 2") + " --max-tokens 16"
     command = command.replace(ADDRESS, served.root)
     done = subprocess.run(
         ["bash", "-euc", command], cwd=ROOT, env=served.cluster.env, capture_output=True, text=True, timeout=300
@@ -74,29 +78,37 @@ def test_a_shell_command_of_the_readme_or_a_guide_works(served, command):
     assert '"error"' not in done.stdout
 
 
-def test_serve_finds_the_app_of_the_shipped_model():
-    command = [Path(sys.executable).with_name("serve"), "build", "serve_app:app"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "import_path: serve_app:app" in done.stdout
-    assert {"- name: ModelReplica", "- name: Ingress"} <= set(map(str.strip, done.stdout.splitlines()))
+def test_serve_finds_the_app_of_the_shipped_model(monkeypatch):
+    """By `serve build`, in this process: the fixture `served` starts the command itself."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which it adds
+    done = CliRunner().invoke(build, ["serve_app:app"])
+    assert done.exit_code == 0, done.output
+    assert "import_path: serve_app:app" in done.output
+    assert {"- name: ModelReplica", "- name: Ingress"} <= set(map(str.strip, done.output.splitlines()))
+
+
+@pytest.fixture(scope="module")
+def interpreter(served) -> Iterator[programs.Interpreter]:
+    """One process for the examples in Python, as each takes seconds to import what it needs."""
+    with programs.interpreter(sys.executable, served.cluster.env, cwd=ROOT) as running:
+        yield running
 
 
 @pytest.mark.parametrize(
     "code", [block for language, block in BLOCKS if language == "python"], ids=["openai", "client"]
 )
-def test_a_python_example_of_the_readme_works(served, code):
-    works(code.replace(ADDRESS, served.root), served.cluster.env)
+def test_a_python_example_of_the_readme_works(served, interpreter, tmp_path, code):
+    (tmp_path / "example.py").write_text(code.replace(ADDRESS, served.root))
+    said = interpreter.run(tmp_path / "example.py")
+    assert "Traceback" not in said.stderr, said.stderr
+    assert said.stdout.strip()
 
 
 def test_the_engine_works_as_a_library():
     (code,) = (block for language, block in blocks("engine") if language == "python")
-    works(code, dict(os.environ))
-
-
-def works(code: str, env: dict[str, str]) -> None:
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -114,7 +126,8 @@ def test_the_demo_prints_what_came_of_it_and_how_to_load_it(served, tmp_path, mo
     assert command[1:3] == ["-m", "evals.gsm8k"]
     assert env["RAY_ADDRESS"] == "local"
     results = str(tmp_path / "results")
-    assert main([*command[3:], "--samples", "2", "--base-url", served.base_url, "--results-dir", results]) == 0
+    options = ["--samples=2", "--max-tokens=16", f"--base-url={served.base_url}", f"--results-dir={results}"]
+    assert main([*command[3:], *options]) == 0
     said = capsys.readouterr().out
     for mode in ("no-tools", "with-tools"):
         assert re.search(rf"^{mode} +\d+\.\d%", said, re.MULTILINE)

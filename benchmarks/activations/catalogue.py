@@ -33,7 +33,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.facts import FileUpdate, RunFacts, SegmentFacts, StoredFile
 from deployments.activations.filters import Filter
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.interrupts import terminate_as_interrupt
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 
 from deployments.activations.facts import RunFacts, SegmentFacts
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 
 MODEL = "measured"
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.engine.capture.captured import Captured
 from deployments.engine.engine import Engine

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from deployments.activations.facts import RunFacts, SegmentFacts, StoredRun, StoreError
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.chat.token_texts import TextOffsets, TokenTexts
 from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.row_sizes import RowSizes

@@ -57,12 +57,9 @@ def test_decode_steps_are_measured_beside_a_busy_process(tmp_path):
     assert "a decode step, ms" in printed
 
 
-@pytest.mark.parametrize(
-    "ways",
-    [["script", "engine"], pytest.param(["script", "engine", "collect", "served", "requests"], marks=pytest.mark.long)],
-    ids=["in process", "all"],
-)
-def test_ways_to_collect_are_measured_and_store_the_same_rows(tmp_path, ways):
+@pytest.mark.long
+def test_ways_to_collect_are_measured_and_store_the_same_rows(tmp_path):
+    ways = ["script", "engine", "collect", "served", "requests"]
     options = ["--model=vitrine-demo", "--dtype=float32", "--prompts=3", "--rounds=1", "--threads=1"]
     _, found = run("activations.collecting", tmp_path / "collecting", *options, "--way", *ways)
     (case,) = found["cases"].values()

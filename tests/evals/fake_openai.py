@@ -36,10 +36,29 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from tests.waiting import until
+from tests.waiting import EACH_S, until
 
 Body = dict[str, Any]
 POINT = "layers.1.input_layernorm.output"
+
+
+class Uvicorn(uvicorn.Server):
+    """Ends at once where nothing is in flight; without this each of many tests waits for it for 0.2 s."""
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        while not self.should_exit:
+            await asyncio.sleep(EACH_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # in which they are closed
 
 
 class FakeServer:
@@ -80,7 +99,7 @@ class FakeServer:
         app.get("/v1/readouts/{name}")(self._readout)
         app.post("/v1/chat/completions")(self._chat)
         config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = Uvicorn(config)
         self._thread = threading.Thread(target=self._serve)
 
     @property

@@ -16,7 +16,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.downloads import Readings
 from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.filters import Choice
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
 from serve_app.http.errors import install

@@ -22,7 +22,7 @@ from tests.serve_app.described import DESCRIPTION
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DESCRIPTION).get_all_operations()]
 MODEL = "vitrine-demo"
-EXAMPLES = settings().max_examples // 4  # requests to each route, fitting and not
+EXAMPLES = settings().max_examples // 5  # requests to each route, fitting and not
 NO_HTTP = "Invalid HTTP request received."  # the proxy's own answer to odd headers and addresses without end
 FEW = {"max_tokens": 2, "max_completion_tokens": 2, "min_tokens": 0, "n": 2}
 

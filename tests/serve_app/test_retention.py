@@ -18,7 +18,7 @@ from deployments.activations import load
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import RunFacts, SegmentFacts, names_a_session
 from deployments.activations.limits import Retention
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.options import Options
 
 BODY = {"model": "vitrine-demo", "prompt": "Tom has 3.", "max_tokens": 4, "temperature": 0}

@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -38,16 +40,39 @@ def clients(served, tmp_path_factory) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
-def run_script(clients) -> Callable[..., Any]:
-    """Run one of this folder's scripts as a process of its own; gives the JSON of its last line."""
+@pytest.fixture(scope="package")
+def interpreter(clients, tmp_path_factory) -> Iterator[programs.Interpreter]:
+    """A process of the clients' Python: importing a client takes seconds."""
+    env = clients | {"INSPECT_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}
+    with programs.interpreter(str(ROOT / ".venv-clients" / "bin" / "python"), env, cwd=ROOT) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def run_command(interpreter, tmp_path_factory) -> Callable[..., programs.Said]:
+    """`run_command(how, *words, first="")`: what `python` with these arguments prints, in the shared process.
+
+    `how` is the call of `runpy` that the first of the words is given to; `first` is code that is run before it.
+    """
+
+    def run(how: str, *words: object, first: str = "") -> programs.Said:
+        program = tmp_path_factory.mktemp("command") / "program.py"
+        argv = [str(word) for word in words]
+        lines = first, "import runpy, sys", f"sys.argv = {argv}", f"runpy.{how}(sys.argv[0], run_name='__main__')"
+        program.write_text("\n".join(lines))
+        said = interpreter.run(program)
+        assert "Traceback" not in said.stderr or said.stderr.rstrip().endswith("SystemExit: 0"), said
+        return said
+
+    return run
+
+
+@pytest.fixture(scope="package")
+def run_script(run_command) -> Callable[..., Any]:
+    """Run one of this folder's scripts; gives the JSON of its last line."""
 
     def run(script: str, *arguments: object) -> Any:
-        done = subprocess.run(
-            ["python", HERE / script, *map(str, arguments)], env=clients, capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(run_command("run_path", HERE / script, *arguments).stdout.splitlines()[-1])
 
     return run
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import programs
-
 ROOT = Path(__file__).parents[2]
 ADDRESS = "http://127.0.0.1:8000"
 PAGES = [(ROOT / "docs" / name).read_text() for name in ("interventions.md", "lens.md", "clients.md")]
@@ -25,14 +23,6 @@ EXAMPLES = [
     )
     if not code.startswith("lm_eval")
 ]
-
-
-@pytest.fixture(scope="module")
-def interpreter(clients, tmp_path_factory):
-    """A process of the clients' Python."""
-    env = clients | {"INSPECT_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}
-    with programs.interpreter(str(ROOT / ".venv-clients" / "bin" / "python"), env, cwd=ROOT) as running:
-        yield running
 
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import vitrine
+from tests.waiting import EACH_S
 from vitrine.connection import transport
 
 MODELS = (200, {"data": [{"id": "first"}, {"id": "second"}]})
@@ -55,7 +56,7 @@ def scripted(monkeypatch) -> Iterator[Callable[..., str]]:
                 pass
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(EACH_S,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}/v1"
 
@@ -72,7 +73,7 @@ def test_a_busy_server_is_asked_again(scripted, hindrances):
 
 
 def test_a_server_that_stays_busy_is_an_error_with_its_words(scripted):
-    server = vitrine.connect(scripted(MODELS, refusal(429, "the queue is full")), timeout=2)
+    server = vitrine.connect(scripted(MODELS, refusal(429, "the queue is full")), timeout=1)
     with server, pytest.raises(vitrine.ServerError, match="the queue is full") as raised:
         server.generate("so?")
     assert (raised.value.status, raised.value.code) == (429, "some_code")

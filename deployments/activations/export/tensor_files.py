@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from deployments.activations.reader.loading import column_of, values_of
-from deployments.activations.segments.schema import DTYPES
+from deployments.activations.segments.columns import DTYPES
 from deployments.activations.segments.segments import WholeRun
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns

@@ -17,7 +17,8 @@ from deployments.activations.files.places import DamagedError, Source, source_of
 from deployments.activations.reader.sources import find_runs, is_run_id, locate, segments
 from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.checksums import damaged
-from deployments.activations.segments.schema import segment_facts, to_patterns, to_tensor
+from deployments.activations.segments.columns import to_patterns, to_tensor
+from deployments.activations.segments.schema import segment_facts
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.points.names import COLUMNS, recorded
 from deployments.points.patterns import Patterns

@@ -18,7 +18,8 @@ from deployments.activations.reader.selection import Wanted, checked
 from deployments.activations.reader.sources import chosen, on_disk
 from deployments.activations.reader.stored_rows import positions_of
 from deployments.activations.segments.batches import Batch
-from deployments.activations.segments.schema import DTYPES, PHASES
+from deployments.activations.segments.columns import DTYPES
+from deployments.activations.segments.schema import PHASES
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.token_choices import TokenChoice, check
 

@@ -11,7 +11,8 @@ from safetensors.torch import save
 from deployments.activations.facts import Entry, PointType
 from deployments.activations.files.places import DamagedError, File
 from deployments.activations.reader.loading import column_of
-from deployments.activations.segments.schema import DTYPES, segment_facts
+from deployments.activations.segments.columns import DTYPES
+from deployments.activations.segments.schema import segment_facts
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
 from deployments.points.names import some

@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from deployments.activations.facts import PointType
 from deployments.activations.reader.selection import Wanted, checked
 from deployments.activations.reader.sources import chosen
-from deployments.activations.segments.schema import DTYPES
+from deployments.activations.segments.columns import DTYPES
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import COLUMNS
 

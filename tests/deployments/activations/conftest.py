@@ -23,7 +23,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts, StoredRun
 from deployments.activations.files import places as uris
 from deployments.activations.files.places import Place
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.state.owners import Owners
 from deployments.activations.writer.recovery import make_root, mark, recover
 from deployments.activations.writer.writer import Writer

@@ -24,7 +24,7 @@ import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts, StoreError
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
 

@@ -63,6 +63,7 @@ class Proxy:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # else each answer waits 40 ms for the client to confirm its head
 
             def do_GET(self) -> None:
                 proxy.requests.append((self.command, self.path))
@@ -118,7 +119,7 @@ class Proxy:
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     @contextlib.contextmanager
     def holding(self, method: str, path: str) -> Iterator[threading.Event]:

@@ -99,7 +99,7 @@ def test_requests_that_fail_and_connections_that_break_are_tried_again(bucket, h
         return decides
 
     bucket.server.fails, bucket.server.cuts = first_time(failed), first_time(cut)
-    made = [make("long", {POINT: torch.randn(30_000, 200)}, parts=2), make("short", session_id="other")]  # 24 MB
+    made = [make("long", {POINT: torch.randn(14_000, 200)}, parts=2), make("short", session_id="other")]  # 11 MB
     one.archived(*made)
     assert any("partNumber" in path for _, path in failed)
     bucket.server.fails = bucket.server.cuts = lambda method, path: False

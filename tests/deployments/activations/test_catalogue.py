@@ -387,7 +387,7 @@ from pathlib import Path
 import torch
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 
 root, name = Path(sys.argv[1]), sys.argv[2]

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from deployments.activations import load, runs
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts, StoreError
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.segments.segments import is_sealed
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer

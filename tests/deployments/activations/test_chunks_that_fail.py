@@ -154,7 +154,7 @@ import sys, torch
 from pathlib import Path
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 
 writer = Writer(Path(sys.argv[1]), Catalogue(), segment_bytes=400_000)

@@ -156,7 +156,7 @@ def test_of_a_file_cut_anywhere_verify_says_what_load_can_still_read(store, made
     ends = [item.end for item in batches_of(path)]
     whole = [ends[i] for i in (1, 3)]
     torn = tmp_path / "torn.arrow"
-    for length in (*range(0, len(data), 11), *ends, len(data)):
+    for length in (*range(0, len(data), 41), *ends, len(data)):
         torn.write_bytes(data[:length])
         found = verify(torn)
         assert found.runs == len(runs(torn)) == sum(end <= length for end in whole)
@@ -208,7 +208,7 @@ def server(store):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
         serving.cut, serving.body, serving.page = 0, b"", 1000
         serving.tag, serving.tags = '"v1"', iter([])
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
         yield serving
         serving.shutdown()
 

@@ -207,6 +207,7 @@ def nodes(request, tmp_path, reader_of, monkeypatch):
     )
     monkeypatch.setattr("deployments.activations.nodes.reporting.PAUSE_S", (0.05, 0.05))
     monkeypatch.setattr("deployments.activations.nodes.reporting.BEAT_S", 0.05)
+    monkeypatch.setattr("deployments.activations.nodes.reporting.GATHER_S", 0.02)
     monkeypatch.setattr("deployments.activations.nodes.writer._JOIN_S", 60.0)
     monkeypatch.setattr("deployments.activations.actors.store._watch", lambda of: None)  # without Ray
     yield nodes

@@ -15,7 +15,7 @@ import deployments.activations
 from deployments.activations import load, runs
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.segments.segments import is_sealed
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns, keys
@@ -94,7 +94,7 @@ def test_a_run_cut_off_by_a_crash_is_not_listed(segment, tmp_path):
     path, made = segment
     whole, torn = path.read_bytes(), tmp_path / "torn.arrow"
     seen = set()
-    for length in (*range(0, len(whole), 7), len(whole)):  # odd, so that no alignment is left out
+    for length in (*range(0, len(whole), 17), len(whole)):  # odd, so that no alignment is left out
         torn.write_bytes(whole[:length])
         listed = runs(torn)
         assert listed == [item.facts for item in made[: len(listed)]]

@@ -85,7 +85,8 @@ def test_a_session_that_has_left_the_disk_is_read_and_so_is_a_copy_of_the_direct
         assert out.count(" whole ") == len(RUNS) + 1
 
 
-def test_a_bucket_that_refuses_is_named_with_its_reason(evicted, bucket, tmp_path, capsys):
+def test_a_bucket_that_refuses_is_named_with_its_reason(evicted, bucket, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("deployments.activations.files.places.ATTEMPTS", 1)
     root, _ = evicted
     bucket.server.fails = lambda method, path: True
     name = bucket.place.uri.split("/")[2]

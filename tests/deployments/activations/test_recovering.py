@@ -83,7 +83,7 @@ def test_a_file_cut_at_any_byte_keeps_the_runs_before_it(left_files, tmp_path):
     recover(tmp_path)
     sealed = kept.read_bytes()
     for whole in (data, sealed):
-        for length in {*range(0, len(whole), 37), *ends, len(whole) - 1}:
+        for length in {*range(0, len(whole), 83), *ends, len(whole) - 1}:
             kept.write_bytes(whole[:length])
             recover(tmp_path)
             expected = ["a", "b"][: sum(end <= length for end in ends)]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.activations.facts import RunFacts, SegmentFacts, StoreError, check_session_id
-from deployments.activations.segments.schema import batch_facts, batch_metadata, to_batch
+from deployments.activations.segments.columns import to_batch
+from deployments.activations.segments.schema import batch_facts, batch_metadata
 
 SEGMENT = SegmentFacts("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})
 

@@ -196,55 +196,42 @@ def test_after_any_error_nodes_that_come_back_are_looked_for_again(store, monkey
     until(lambda: len(looks) > 1)
 
 
-def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed(make, tmp_path):
-    root = str(tmp_path / "shared")
-    first, second, reader = connect(root), connect(root), connect_reader(root)
+def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed_once_it_can(make, tmp_path):
+    root = tmp_path / "shared"
+    first, second, reader = connect(str(root)), connect(str(root)), connect_reader(str(root))
+    code = ray.get(first.code.remote())
     made = make("r")
     ray.get(first.write.remote(made.facts, [ray.put(made.batches[0])]))
     assert ray.get(reader.session.remote("session"))["runs"][0]["run_id"] == "r"
     ray.get(second.retain.remote(Retention(max_store_bytes=1 << 20)))
+    kept = (root / NAME).rename(tmp_path / "aside")
+    (root / NAME).symlink_to(kept)  # is not followed: it cannot come back
     ray.kill(first, no_restart=False)
     after = make("after")
 
     def answered(ask):
-        """What is answered once the actor is up again; a call may reach the one that is being killed."""
-        while True:
-            try:
-                return ray.get(ask(), timeout=60)
-            except ray.exceptions.ActorUnavailableError:
-                continue
-
-    try:
-        with contextlib.suppress(StoreError):  # it was stored, and the answer was lost
-            answered(lambda: second.write.remote(after.facts, [ray.put(after.batches[0])]))
-        listed = answered(lambda: reader.session.remote("session"))
-        assert {run["run_id"] for run in listed["runs"]} == {"r", "after"}
-        with pytest.raises(StoreError, match="quota"):  # the limits are those that it had
-            answered(lambda: second.check_room.remote("session", 1 << 20))
-    finally:
-        ray.kill(second)
-        ray.kill(reader)
-
-
-def test_a_store_that_cannot_come_back_by_itself_does_once_it_can(tmp_path):
-    store = connect(str(tmp_path))
-    code = ray.get(store.code.remote())
-    kept = (tmp_path / NAME).rename(tmp_path / "aside")
-    (tmp_path / NAME).symlink_to(kept)  # is not followed
-    ray.kill(store, no_restart=False)
-    try:
-        for name in (".new-1", ".new-2"):  # each is removed at a start: at the second, one has failed
-            (tmp_path / name).touch()
-            until(lambda: not any(tmp_path.glob(".new-*")))
-        kept.rename(tmp_path / NAME)
+        """What is answered once the actor is up again; a reader's call may reach the store before it is."""
 
         def asked():
             with contextlib.suppress(ray.exceptions.ActorUnavailableError):
-                return ray.get(store.code.remote())
+                return ray.get(ask(), timeout=60)
 
-        assert until(asked) == code
+        return until(asked)
+
+    try:
+        for name in (".new-1", ".new-2"):  # each is removed at a start: at the second, one has failed
+            (root / name).touch()
+            until(lambda: not any(root.glob(".new-*")))
+        kept.rename(root / NAME)
+        assert answered(second.code.remote) == code
+        ray.get(second.write.remote(after.facts, [ray.put(after.batches[0])]))
+        listed = answered(lambda: reader.session.remote("session"))
+        assert {run["run_id"] for run in listed["runs"]} == {"r", "after"}
+        with pytest.raises(StoreError, match="quota"):  # the limits are those that it had
+            ray.get(second.check_room.remote("session", 1 << 20))
     finally:
-        ray.kill(store)
+        ray.kill(second)
+        ray.kill(reader)
 
 
 def test_a_uri_of_a_directory_is_refused(tmp_path):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from deployments.activations.reader.training import ActivationRows
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns
+from tests import programs
 
 POINT, HEADS, WEIGHTS = "layers.1.output", "layers.1.attention.heads", "layers.1.attention.weights"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64]
@@ -176,14 +177,15 @@ def test_labels_are_found_by_run(session):
         assert torch.equal(labels[batch.run], batch.points[POINT][:, 0].int() % 2)
 
 
-@pytest.mark.parametrize(("context", "shuffle"), [("fork", True), ("fork", False), ("spawn", True)])
-def test_workers_share_the_rows_and_see_the_epoch(session, context, shuffle):
+# A worker that is spawned takes seconds to import what it needs.
+@pytest.mark.parametrize(("context", "workers", "shuffle"), [("fork", 2, True), ("fork", 2, False), ("spawn", 1, True)])
+def test_workers_share_the_rows_and_see_the_epoch(session, context, workers, shuffle):
     rows = ActivationRows(session, [POINT], batch_size=32, shuffle=shuffle)
     expected = sorted((run, position) for run in range(30) for position in range(40))
     loader = DataLoader(
         rows,
         batch_size=None,
-        num_workers=2,
+        num_workers=workers,
         persistent_workers=True,
         multiprocessing_context=context,
         prefetch_factor=1,
@@ -218,17 +220,36 @@ def test_threads_that_share_a_reader_never_share_a_batchs_memory(session):
     assert places[1] != places[0] == places[2]
 
 
-def test_a_store_may_have_more_files_than_a_process_may_open(make, tmp_path):
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> Iterator[Callable[[str], programs.Said]]:
+    """`python(code)`: what a program says that is run in a process without the tests, which is one for all."""
+    program = tmp_path_factory.mktemp("python") / "program.py"
+    env = os.environ | {"PYTHONPATH": str(Path(training.__file__).parents[3])}
+    with programs.interpreter(sys.executable, env) as running:
+
+        def run(code: str) -> programs.Said:
+            program.write_text(code)
+            return running.run(program)
+
+        yield run
+
+
+def test_a_store_may_have_more_files_than_a_process_may_open(make, python, tmp_path):
     stored(tmp_path, [make(f"r{i}", {POINT: torch.full((4, 4), i).bfloat16()}) for i in range(90)], segment_bytes=1)
     assert len(segments(tmp_path)) == 90
     check = f"""
 import resource
 from deployments.activations.reader.training import ActivationRows
-resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
-rows = ActivationRows({str(tmp_path)!r}, [{POINT!r}], batch_size=64)
-assert sorted(run for batch in rows for run in batch.run.tolist()) == [run for run in range(90) for _ in range(4)]
+_, most = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, most))
+try:
+    rows = ActivationRows({str(tmp_path)!r}, [{POINT!r}], batch_size=64)
+    found = sorted(run for batch in rows for run in batch.run.tolist())
+finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+print(found == [run for run in range(90) for _ in range(4)])
 """
-    subprocess.run([sys.executable, "-c", check], check=True, cwd=Path(training.__file__).parents[2])
+    assert python(check) == ("True\n", "")
 
 
 def test_runs_without_a_point_and_open_runs_are_left_out(make, open_writer, tmp_path):
@@ -283,11 +304,10 @@ def test_a_file_that_was_cut_since_is_named(session):
         next(iter(rows))
 
 
-def test_memory_is_a_batch_and_not_the_session(make, tmp_path):
+def test_memory_is_a_batch_and_not_the_session(make, python, tmp_path):
     made = [make(f"r{i}", {POINT: torch.randn(1024, 4096)}, parts=8) for i in range(8)]
     stored(tmp_path, made)  # 128 MiB
     check = f"""
-import torch, sys
 from deployments.activations.reader.training import ActivationRows
 def own():
     return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('RssAnon')) << 10
@@ -298,7 +318,8 @@ for shuffle in (True, False):
     for batch in rows:
         most = max(most, own())
     assert most - before < 32 << 20, (most - before, shuffle)
+print('all came')
 """
     if not Path("/proc/self/status").exists():
         pytest.skip("this system does not say what memory is a process's own")
-    subprocess.run([sys.executable, "-c", check], check=True, cwd=Path(training.__file__).parents[2])
+    assert python(check) == ("all came\n", "")

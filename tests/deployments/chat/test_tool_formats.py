@@ -134,7 +134,7 @@ def models(build, byte_tokenizer):
         )
         tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in added])
         eos = tokenizer.convert_tokens_to_ids(special[0])
-        hf = build(architecture, vocab_size=288, eos_token_id=eos, max_position_embeddings=4096)
+        hf = build(architecture, vocab_size=288, eos_token_id=eos, max_position_embeddings=4096, num_hidden_layers=1)
         made[name] = Model(hf, tokenizer, name)
     return made
 
@@ -168,14 +168,15 @@ def asked(model, chat, guidance=None, **fields):
     return prompt, (guidance or ResponseFormats(chat, model)).grammar(job, prompt)
 
 
-def generated(model, chat, prompt, grammar, **fields):
-    """What a random model says under a grammar: why it ended, and its text."""
-    settings = {"max_tokens": 500, "sampling": Sampling(seed=0)} | fields
-    request = Request(
-        "job", chat.tokenize(prompt), grammar=grammar, markers=chat.markers(TOOLS), streamed=False, **settings
-    )
-    (finished,) = Engine(model).generate([request])
-    return finished.reason, finished.rest.text
+def generated(model, chat, requests):
+    """What a random model says to each (prompt, grammar, sampling), all in one batch: why it ended, and its text."""
+    sent = [
+        Request(
+            str(i), chat.tokenize(prompt), 500, sampling, grammar=grammar, markers=chat.markers(TOOLS), streamed=False
+        )
+        for i, (prompt, grammar, sampling) in enumerate(requests)
+    ]
+    return [(finished.reason, finished.rest.text) for finished in Engine(model).generate(sent)]
 
 
 def test_calls_are_read_whole_and_by_character(model, chat):
@@ -208,43 +209,39 @@ def test_without_tools_what_looks_like_a_call_is_content(model, chat):
         assert read(reader, text_of(model)) == (text_of(model), [], "")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_required_call_is_made_and_its_arguments_obey_the_schema(model, chat, seed):
+def test_a_required_call_is_made_and_its_arguments_obey_the_schema(model, chat):
     prompt, grammar = asked(model, chat, must_call=("get_weather", "get_time"), parallel_calls=False)
-    sampling = Sampling(seed=seed, temperature=0.5 + seed / 2)
-    reason, text = generated(model, chat, prompt, grammar, sampling=sampling)
-    assert reason == "stop", text
-    content, calls, _ = read(chat.reader(prompt, TOOLS), text)
-    assert len(content) <= MOST_BEFORE, "little is said before a call"
-    ((name, arguments),) = calls
-    schemas = {"get_weather": WEATHER["function"]["parameters"], "get_time": {"maxProperties": 0}}
-    jsonschema.validate(arguments, schemas[name])
+    settings = [Sampling(seed=seed, temperature=0.5 + seed / 2) for seed in range(3)]
+    for reason, text in generated(model, chat, [(prompt, grammar, sampling) for sampling in settings]):
+        assert reason == "stop", text
+        content, calls, _ = read(chat.reader(prompt, TOOLS), text)
+        assert len(content) <= MOST_BEFORE, "little is said before a call"
+        ((name, arguments),) = calls
+        schemas = {"get_weather": WEATHER["function"]["parameters"], "get_time": {"maxProperties": 0}}
+        jsonschema.validate(arguments, schemas[name])
 
 
 def test_arguments_are_spaced_as_the_template_writes_them(model, chat):
     prompt, grammar = asked(model, chat, must_call=("get_weather",), parallel_calls=False)
-    _, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=3))
+    ((_, text),) = generated(model, chat, [(prompt, grammar, Sampling(seed=3))])
     assert '{"city": "' in text
     assert '", "days": ' in text
 
 
 def test_a_named_function_is_the_one_that_is_called(model, chat):
     guidance = ResponseFormats(chat, model)
-    for name in ("get_weather", "get_time"):
-        prompt, grammar = asked(model, chat, guidance, must_call=(name,), parallel_calls=False)
-        reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=5))
+    names = ("get_weather", "get_time")
+    jobs = [asked(model, chat, guidance, must_call=(name,), parallel_calls=False) for name in names]
+    said = generated(model, chat, [(*job, Sampling(seed=5)) for job in jobs])
+    for name, (prompt, _), (reason, text) in zip(names, jobs, said, strict=True):
         assert reason == "stop"
         assert [called for called, _ in read(chat.reader(prompt, TOOLS), text)[1]] == [name]
 
 
 def test_several_calls_may_be_made_where_the_template_writes_several(model, chat):
     prompt, grammar = asked(model, chat, must_call=("get_time",))
-    counts: set[int] = set()
-    for seed in range(12):
-        reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=seed, temperature=2.0))
-        counts.add(len(read(chat.reader(prompt, TOOLS), text)[1]) if reason == "stop" else 2)
-        if max(counts) > 1:
-            break
+    said = generated(model, chat, [(prompt, grammar, Sampling(seed=seed, temperature=2.0)) for seed in range(8)])
+    counts = {len(read(chat.reader(prompt, TOOLS), text)[1]) if reason == "stop" else 2 for reason, text in said}
     assert (max(counts) > 1) == (model.name in PARALLEL)
     assert min(counts) >= 1
 
@@ -252,8 +249,8 @@ def test_several_calls_may_be_made_where_the_template_writes_several(model, chat
 def test_where_a_schema_is_asked_for_too_the_model_may_call_or_answer_by_it(model, chat):
     schema = {"enum": ["yes", "no"]}
     prompt, grammar = asked(model, chat, schema=schema)
-    for seed in range(2):
-        reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=seed))
+    said = generated(model, chat, [(prompt, grammar, Sampling(seed=seed)) for seed in range(2)])
+    for reason, text in said:
         content, calls, _ = read(chat.reader(prompt, TOOLS), text)
         assert reason == "length" or calls or json.loads(content) in schema["enum"]
 
@@ -445,8 +442,8 @@ def test_a_form_is_enforced_behind_the_thoughts(models, begun):
     opening, closing = model.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     bias = {closing: 3.0} if begun is not None else {opening: 100.0, closing: 3.0}
     thought = ""
-    for seed in range(3):
-        reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=seed, logit_bias=bias))
+    settings = [Sampling(seed=seed, logit_bias=bias) for seed in range(3)]
+    for reason, text in generated(model, chat, [(prompt, grammar, sampling) for sampling in settings]):
         assert reason == "stop", text
         content, _, thoughts = read(chat.reader(prompt, None), text)
         assert json.loads(content) in ("yes", "no")

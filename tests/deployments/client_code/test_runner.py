@@ -85,7 +85,7 @@ def sandbox():
 
 
 @pytest.fixture(scope="module")
-def runner(shared, board, sandbox):
+def runner(shared, board, sandbox, forked_hosts):
     made = CodeRunner(Options(max_client_jobs=2), JobModel(shared.shared, shared.tokenizer, sandbox), board, LIMITS)
     yield made
     made.close()

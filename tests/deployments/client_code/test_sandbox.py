@@ -227,7 +227,7 @@ def made(model, sandbox: Sandbox, names: dict[str, Any]) -> Jobs:
     scope="module",
     params=[pytest.param(name, marks=pytest.mark.long) if "GPU" in name else name for name in SANDBOXES],
 )
-def jobs(request, model, names):
+def jobs(request, model, names, forked_hosts):
     sandbox = SANDBOXES[request.param]
     sandbox_code = f"Sandbox(**{vars(sandbox)!r})"
     # In a process of its own, since it forks.
@@ -237,15 +237,15 @@ def jobs(request, model, names):
         pytest.skip(f"this system has no such sandbox: {failure}")
     if not (sandbox.landlock and sandbox.seccomp):
         pytest.skip("this kernel has no Landlock or no seccomp")
-    jobs = made(model, sandbox, names)
     with closed_umask():  # of the host of the jobs
+        jobs = made(model, sandbox, names)
         assert "started" in jobs.printed("print('started')")
     yield jobs
     jobs.processes.close()
 
 
 @pytest.fixture(scope="module")
-def unheld(model, names):
+def unheld(model, names, forked_hosts):
     jobs = made(model, Sandbox(), names)
     yield jobs
     jobs.processes.close()

@@ -195,7 +195,7 @@ def test_model_solves_some_but_not_all(model: Any, tokenizer: Any) -> None:
     questions, gold = read_problems(PROBLEMS)
     right = {}
     for tools in (False, True):
-        answers = solve(model, tokenizer, questions[:20], tools)
-        right[tools] = sum(a == b for a, b in zip(answers, gold[:20], strict=True))
-    assert 5 <= right[False] < 20
+        answers = solve(model, tokenizer, questions[:12], tools)
+        right[tools] = sum(a == b for a, b in zip(answers, gold[:12], strict=True))
+    assert 3 <= right[False] < 12
     assert right[True] >= right[False]

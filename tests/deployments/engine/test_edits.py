@@ -9,12 +9,12 @@ import torch
 from by_hand import hooked
 from by_hand import point as point_of
 
+from deployments.engine import sequence
 from deployments.engine.edit_plans import Plan, Span
 from deployments.engine.edits import Edit, Norms, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
-from deployments.model.model import Model
 
 PROMPT, NEW = 9, 6
 
@@ -121,10 +121,11 @@ def test_patching_a_run_into_itself_changes_nothing_and_the_clean_run_into_anoth
     torch.testing.assert_close(patched(corrupted), want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_request_that_loses_its_slot_is_changed_in_the_same_way_again(build, byte_tokenizer, prompt):
-    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
+def test_a_request_that_loses_its_slot_is_changed_in_the_same_way_again(tiny, prompt, monkeypatch):
+    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)  # so that they come to want more than there is
+    model = tiny("qwen3", num_hidden_layers=2, max_position_embeddings=256)
     at = point_of(model, "layers.0.output")
-    steady = Edit(at, "replace", Tokens(250), vector=5 * vector(at.shape[0]))
+    steady = Edit(at, "replace", Tokens(70), vector=5 * vector(at.shape[0]))
 
     def counted():
         return Edit(
@@ -133,9 +134,9 @@ def test_a_request_that_loses_its_slot_is_changed_in_the_same_way_again(build, b
 
     requests = [
         Request(str(i), prompt(length), new, ignore_eos=True, edits=(steady, counted()))
-        for i, (length, new) in enumerate([(242, 330), (230, 300)])
+        for i, (length, new) in enumerate([(62, 90), (58, 80)])
     ]
-    tight = Engine(model, kv_bytes=1024 * KvMemory(model, 1, kv_bytes=1).position_bytes)
+    tight = Engine(model, kv_bytes=208 * KvMemory(model, 1, kv_bytes=1).position_bytes)
     got = tight.generate(requests)
     assert tight.statistics.preempted > 0
     for request, done in zip(requests, got, strict=True):

@@ -98,7 +98,7 @@ requests = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings().max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request_=requests)
 def test_whatever_ends_a_text_none_of_it_is_shown_and_none_of_it_comes_too_early(request_, tiny, drain, endings):
     model = tiny("qwen3")

@@ -51,7 +51,7 @@ def requests(model, prompt, capturing, lengths):
     made = []
     for i, (length, start) in enumerate(zip(lengths, common, strict=True)):
         ids = [*start, *prompt(length - len(start), i)]
-        asked = capturing(model, str(i), ids, 8, points=POINTS, tokens="all" if i % 2 else "generated")
+        asked = capturing(model, str(i), ids, 5, points=POINTS, tokens="all" if i % 2 else "generated")
         made.append(replace(asked, sampling=Sampling(float(i % 3), seed=i), logprobs=3, ignore_eos=True))
     return made
 
@@ -75,7 +75,7 @@ def differing(model, asked, engine):
 
 @settings(max_examples=EXAMPLES)
 @given(
-    lengths=st.lists(st.integers(1, 70), min_size=2, max_size=8),
+    lengths=st.lists(st.integers(1, 70), min_size=2, max_size=6),
     prefill_tokens=st.sampled_from([5, 17, 64, 1024]),
     max_running=st.integers(1, 8),
     pages=st.sampled_from([6, 8, 60]),
@@ -117,8 +117,8 @@ def test_long_contexts_give_the_same_bits_with_it_alone(
     resolver = EditResolver(model.points, model.device, fields, FetchedTensors({}, {}))
     asked = []
     for i, ids in enumerate(prompts):
-        made = capturing(model, str(i), ids, 24, points=["layers.*.output", "lm_head.output"], tokens="generated")
-        edits = resolver.of(fields, len(ids), len(ids) + 24, lambda: ("", []))
+        made = capturing(model, str(i), ids, 14, points=["layers.*.output", "lm_head.output"], tokens="generated")
+        edits = resolver.of(fields, len(ids), len(ids) + 14, lambda: ("", []))
         asked.append(replace(made, ignore_eos=True, logprobs=2, edits=edits, prompt_logprobs=1 if i == 2 else None))
     shared = len(common) // PAGE  # by the second: the third is scored from its first row on
     pages = sum(-(-len(ids) // PAGE) for ids in prompts) - shared + 1  # less than all need at their ends

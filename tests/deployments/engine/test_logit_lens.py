@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from deployments.engine import sequence
 from deployments.engine.decoding import lens_reader
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
@@ -206,12 +207,13 @@ def test_neighbours_keep_every_bit(tiny, prompt, capturing):
         assert torch.equal(a.captured.values["lm_head.output"], b.captured.values["lm_head.output"])
 
 
-def test_a_request_that_loses_its_slot_has_each_tokens_lens_once(build, byte_tokenizer, prompt, drain, endings):
-    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
-    sizes = [(242, 330), (230, 300)]
+def test_a_request_that_loses_its_slot_has_each_tokens_lens_once(tiny, prompt, drain, endings, monkeypatch):
+    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)  # so that they come to want more than there is
+    model = tiny("qwen3", num_hidden_layers=2, max_position_embeddings=256)
+    sizes = [(62, 90), (58, 80)]
     requests = [asking(model, str(i), prompt(length), new, logprobs=20) for i, (length, new) in enumerate(sizes)]
     requests.append(replace(requests[1], id="at once", streamed=False))
-    tight = Engine(model, kv_bytes=1024 * KvMemory(model, 1, kv_bytes=1).position_bytes)
+    tight = Engine(model, kv_bytes=208 * KvMemory(model, 1, kv_bytes=1).position_bytes)
     for request in requests:
         tight.submit(request)
     events = drain(tight)
@@ -355,14 +357,15 @@ def test_each_layer_ranks_what_the_last_layer_puts_first(tiny, prompt, endings, 
             assert int((row > row[token] + CLOSE).sum()) < rank <= int((row > row[token] - CLOSE).sum()) + 1
 
 
-def test_a_prompt_that_is_run_again_is_read_once(build, byte_tokenizer, prompt, endings, drain):
-    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
-    lens = lens_of(model)._replace(prompt=Tokens(0, 230))
-    requests = [asking(model, str(i), prompt(230, i), 300, lens=lens) for i in range(2)]
-    tight = Engine(model, kv_bytes=1024 * KvMemory(model, 1, kv_bytes=1).position_bytes)
+def test_a_prompt_that_is_run_again_is_read_once(tiny, prompt, endings, drain, monkeypatch):
+    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)  # so that they come to want more than there is
+    model = tiny("qwen3", num_hidden_layers=2, max_position_embeddings=256)
+    lens = lens_of(model)._replace(prompt=Tokens(0, 60))
+    requests = [asking(model, str(i), prompt(60, i), 90, lens=lens) for i in range(2)]
+    tight = Engine(model, kv_bytes=208 * KvMemory(model, 1, kv_bytes=1).position_bytes)
     for request in requests:
         tight.submit(request)
     done = endings(drain(tight))
     assert tight.statistics.preempted > 0
     for end in done.values():
-        assert [position for position, _ in end.prompt_lens] == [*range(230)]
+        assert [position for position, _ in end.prompt_lens] == [*range(60)]

@@ -20,10 +20,10 @@ from deployments.engine.request import Event, Finished, LensLayers, Request, Row
 from tests.deployments.conftest import SERVED
 
 LENGTHS = (1, 2, 5, 7, 9, 14, 21, 30)
-NEW = 12  # a request's most tokens
+NEW = 8  # a request's most tokens
 EXAMPLES = settings().max_examples // 10  # schedules at random for each architecture, each its own
 ENDLESS = 3000  # steps
-TOKENS = ["all", "prompt", "generated", "last", {"last": 12}, "prompt_last", "generated_last"]
+TOKENS = ["all", "prompt", "generated", "last", {"last": 8}, "prompt_last", "generated_last"]
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
 
 # What computes attention: what transformers takes for the architecture, and what shows patterns by itself. Of the
@@ -208,11 +208,11 @@ def serve(architecture, attention, tiny, prompt, make_lone, capturing):
 
 def test_a_full_house_gets_what_each_gets_alone(serve):
     schedule = [
-        Submit(9, NEW, "all", "every", logprobs=3, lens=5),
-        Submit(9, NEW, {"last": 12}, prompt_logprobs=2),
+        Submit(14, NEW, "all", "every", logprobs=3, lens=5),
+        Submit(14, NEW, {"last": 8}, prompt_logprobs=2),
         Submit(9, NEW, "generated"),
-        Submit(7, NEW, "prompt", logprobs=1),
-        Step(10),  # they find no room to grow
+        Submit(14, NEW, "prompt", logprobs=1),
+        Step(7),  # they find no room to grow
         Submit(5, NEW, "all", lens=1, breaks="1000"),
         Submit(30, NEW, "all", "every", prompt_logprobs=1),
         Submit(1, NEW, "last", logprobs=0),
@@ -220,12 +220,12 @@ def test_a_full_house_gets_what_each_gets_alone(serve):
         Submit(9, NEW, None, logprobs=5, prompt_logprobs=5, breaks="8"),
         Submit(2, 1, None, logprobs=1),
         Submit(5, 0, "all", prompt_logprobs=0, lens=3),
-        Step(9),
+        Step(6),
         Cancel(5),
         Write(1),
         Submit(1, NEW, None, logprobs=20, breaks=1.0),
         Submit(2, NEW, "all", logprobs=2),
-        Submit(9, NEW, lens=20),
+        Submit(14, NEW, lens=20),
         Submit(30, 3, "prompt", "few"),
     ]
     served = serve(schedule, Bounds(max_running=5, prefill_tokens=16, positions=48, capture_bytes=60_000), torch.inf)

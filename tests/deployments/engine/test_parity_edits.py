@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 from zlib import crc32
 
@@ -18,12 +19,12 @@ from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.request import Sampling
 from deployments.places.place import Point
+from tests.deployments.conftest import SERVED
 
 OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace", "replace by rows")
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
 NEW = 5
 EXAMPLES = settings().max_examples // 10  # batches at random for each architecture, each its own
-TRACED = 2  # requests of each that nnsight runs, too
 
 pytestmark = pytest.mark.slow
 
@@ -118,15 +119,18 @@ def test_each_operation_anywhere_is_the_same_edit_by_hand_and_by_nnsight(
             names = list(dict.fromkeys([*(edit.point.name for edit in edits), "lm_head.output"]))
             yield replace(capturing(model, str(i), ids, NEW, points=names), edits=edits, ignore_eos=True)
 
+    batches_run = count(crc32(architecture.encode()))  # so that nnsight runs other operations for each architecture
+
     @seed(crc32(architecture.encode()))
     @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
     @given(batches)
     def holds(batch):
         sent = list(requests(batch))
         done = Engine(model, max_running=5, prefill_tokens=16).generate(sent)
+        by_nnsight = next(batches_run) % len(OPERATIONS)
         for i, (request, end) in enumerate(zip(sent, done, strict=True)):
             tokens, edits = [*request.prompt, *end.tokens], [*request.edits, head]
-            for run in (hooked, traced) if i % len(OPERATIONS) < TRACED else (hooked,):
+            for run in (hooked, traced) if i == by_nnsight else (hooked,):
                 logits, values = run(model, tokens, edits)
                 for name, want in values.items():
                     assert_rows_close(end.captured.values[name], want, f"{run.__name__} {name}: {edits}", 1e-3)
@@ -136,31 +140,35 @@ def test_each_operation_anywhere_is_the_same_edit_by_hand_and_by_nnsight(
     holds()
 
 
-@pytest.mark.parametrize("place", ["tuple", "tensor"])
 def test_what_nnsight_generates_with_an_edit_is_what_the_engine_does(
-    architecture, place, tiny, prompt, capturing, same_tokens, assert_rows_close
+    architecture, tiny, prompt, capturing, same_tokens, assert_rows_close
 ):
+    """Each of four edits at a module that returns a tuple or at one that returns a tensor, two at either."""
     model, ids = tiny(architecture), prompt(8)
     tensor = "layers.0.output" if architecture.startswith("opt") else "layers.0.mlp.output"  # OPT has no such module
-    at = point_of(model, {"tuple": "layers.1.attention.output", "tensor": tensor}[place])
-    drawn = torch.randn(at.shape, generator=torch.Generator().manual_seed(1))
-    rows = torch.randn(3, *at.shape, generator=torch.Generator().manual_seed(2))
+    places = [point_of(model, name) for name in ("layers.1.attention.output", tensor)]
+    assert places[0].shape == places[1].shape
+    drawn = torch.randn(places[0].shape, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(3, *places[0].shape, generator=torch.Generator().manual_seed(2))
+    # Half of the architectures have the first two edits at the tuple, the others at the tensor.
+    a, b = places if list(SERVED).index(architecture) % 2 else reversed(places)
     edits = [
-        Edit(at, "add", vector=2 * drawn),
-        Edit(at, "scale", Tokens(len(ids)), low=-1.5),
-        Edit(at, "project_out", Tokens(0, len(ids)), vector=drawn),
-        Edit(at, "replace", Tokens(few=(2, len(ids), len(ids) + 1)), vector=rows),
+        Edit(a, "add", vector=2 * drawn),
+        Edit(a, "scale", Tokens(len(ids)), low=-1.5),
+        Edit(b, "project_out", Tokens(0, len(ids)), vector=drawn),
+        Edit(b, "replace", Tokens(few=(2, len(ids), len(ids) + 1)), vector=rows),
     ]
     endless = Sampling(0.0, min_tokens=NEW)
     sent = [
-        replace(capturing(model, str(i), ids, NEW, points=[at.name]), edits=(edit,), sampling=endless)
+        replace(capturing(model, str(i), ids, NEW, points=[edit.point.name]), edits=(edit,), sampling=endless)
         for i, edit in enumerate(edits)
     ]
     for edit, end in zip(edits, Engine(model).generate(sent), strict=True):
         tokens, values = generated(model, ids, edit, NEW)
         logits, _ = hooked(model, [*ids, *end.tokens], [edit])
-        alike = same_tokens(end.tokens, tokens, logits[len(ids) - 1 :])
-        assert_rows_close(end.captured.values[at.name][: len(ids) + alike], values[: len(ids) + alike], at.name, 1e-3)
+        alike = len(ids) + same_tokens(end.tokens, tokens, logits[len(ids) - 1 :])
+        name = edit.point.name
+        assert_rows_close(end.captured.values[name][:alike], values[:alike], name, 1e-3)
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ def eager(architecture, tiny):
 
 def test_each_row_is_what_its_token_attends_to_in_a_forward_of_transformers(eager, prompt, capturing):
     requests = [
-        capturing(eager, str(n), prompt(n), 9, points=EVERY, tokens=tokens)
+        capturing(eager, str(n), prompt(n), 6, points=EVERY, tokens=tokens)
         for n, tokens in [(1, "all"), (17, "prompt"), (30, "all"), (6, "generated"), (9, "last"), (12, {"last": 5})]
     ]
     plain = Request("plain", prompt(20, 1), 12)
@@ -117,10 +117,10 @@ def test_patterns_and_other_points_of_one_request_have_the_same_rows(tiny, promp
 
 def test_rows_leave_while_their_request_runs_and_memory_holds_a_share_of_them(tiny, prompt, capturing):
     model = tiny("qwen3", attn_implementation="eager", max_position_embeddings=1024)
-    share, prompts = 200_000, 200
+    share, prompts, new = 100_000, 100, 150
     engine = Engine(model, capture_bytes=share)
-    requests = [capturing(model, str(i), prompt(prompts, i), 300, points=EVERY) for i in range(2)]
-    row = 3 * 4 * 500 * 4  # bytes of the widest
+    requests = [capturing(model, str(i), prompt(prompts, i), new, points=EVERY) for i in range(2)]
+    row = 3 * 4 * (prompts + new) * 4  # bytes of the widest
     held, unwritten, taken = 0, [], {request.id: 0 for request in requests}
     for request in requests:
         engine.submit(request)
@@ -132,8 +132,8 @@ def test_rows_leave_while_their_request_runs_and_memory_holds_a_share_of_them(ti
         held = max(held, engine.statistics.capture_bytes)
         if unwritten and step % 3 == 0:  # a slow disk
             engine.written(*unwritten.pop(0))
-    tokens = prompts + 300
-    assert taken == {request.id: 3 * 4 * 4 * tokens * (tokens + 1) // 2 for request in requests}  # 6 MB each
+    tokens = prompts + new
+    assert taken == {request.id: 3 * 4 * 4 * tokens * (tokens + 1) // 2 for request in requests}  # 1.5 MB each
     assert share // 2 < held < share + 32 * row  # a prefill has 32 tokens, or as many as fit
 
 

@@ -377,7 +377,7 @@ def together_and_alone(model, seed: int) -> Iterator[tuple[Request, Finished, Fi
         yield asked, together[asked.id], alone
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_over_random_schedules_a_request_gives_alone_what_it_gives_in_company(model, seed) -> None:
     for asked, got, alone in together_and_alone(model, seed):
         assert list(got.tokens) == list(alone.tokens), asked.id
@@ -391,7 +391,7 @@ def test_over_random_schedules_a_request_gives_alone_what_it_gives_in_company(mo
                 torch.testing.assert_close(*rows, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_batch_invariant_values_have_the_same_bits_in_any_company(invariant, seed) -> None:
     for asked, got, alone in together_and_alone(invariant, seed):
         assert got.tokens == alone.tokens

@@ -43,8 +43,8 @@ def test_in_any_company_patterns_are_eager_attentions(architecture, tiny, prompt
         assert not any(point.place.grows for point in model.points)
         return
     monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)
-    requests = [capturing(model, str(n), prompt(n), 9, points=EVERY, tokens=tokens) for n, tokens in LENGTHS]
-    requests[2:2] = [Request("plain", prompt(20, 1), 12), capturing(model, "one", prompt(8), 30, points=WEIGHTS[1:2])]
+    requests = [capturing(model, str(n), prompt(n), 6, points=EVERY, tokens=tokens) for n, tokens in LENGTHS]
+    requests[2:2] = [Request("plain", prompt(20, 1), 12), capturing(model, "one", prompt(8), 20, points=WEIGHTS[1:2])]
     position_bytes = KvMemory(model, 1, kv_bytes=1).position_bytes
     engine = Engine(model, max_running=5, prefill_tokens=24, kv_bytes=80 * position_bytes)
     done = engine.generate(requests)

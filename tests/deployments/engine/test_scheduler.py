@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deployments.engine import sequence
 from deployments.engine.capture_budget import CaptureBudget
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
@@ -32,11 +33,11 @@ def test_a_request_that_loses_its_slot_is_run_again_and_keeps_each_row_once(
     for request in requests:
         tight.submit(request)
     done = endings(drain(tight))
-    lone = [roomy.generate([request])[0] for request in requests]
+    undisturbed = roomy.generate(requests)
     assert tight.statistics.preempted > 0
     assert roomy.statistics.preempted == 0
     assert tight.statistics.kv_bytes <= memory
-    for request, want in zip(requests, lone, strict=True):
+    for request, want in zip(requests, undisturbed, strict=True):
         got = done[request.id]
         assert same_greedy(model, request.prompt, got.tokens, want.tokens)
         assert got.captured.positions == want.captured.positions
@@ -89,11 +90,12 @@ def test_statistics_count_forwards_and_tokens(tiny, prompt):
     assert engine.statistics.steps == 6  # one prefill, five decodes
 
 
-def test_what_a_request_recorded_counts_while_it_waits_for_its_slot_again(build, byte_tokenizer, prompt, capturing):
-    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
-    memory = 1024 * KvMemory(model, 1, kv_bytes=1).position_bytes
+def test_what_a_request_recorded_counts_while_it_waits_for_its_slot_again(tiny, prompt, capturing, monkeypatch):
+    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)  # so that they come to want more than there is
+    model = tiny("qwen3", num_hidden_layers=2, max_position_embeddings=256)
+    memory = 208 * KvMemory(model, 1, kv_bytes=1).position_bytes
     engine = Engine(model, kv_bytes=memory)
-    for i, (length, new) in enumerate([(242, 330), (230, 300)]):
+    for i, (length, new) in enumerate([(62, 90), (58, 80)]):
         request = capturing(model, str(i), prompt(length), new, points=["layers.1.output"], tokens="all")
         engine.submit(replace(request, ignore_eos=True))
     held = engine.statistics.capture_bytes
@@ -198,7 +200,7 @@ def test_a_request_that_lost_its_pages_stops_none_that_fits(build, byte_tokenize
 def test_while_capture_memory_is_full_a_step_looks_at_few_that_wait_and_each_keeps_its_place(
     tiny, prompt, capturing, drain, endings, monkeypatch
 ):
-    model, points, queued = tiny("qwen3"), ["layers.0.output"], 400
+    model, points, queued = tiny("qwen3"), ["layers.0.output"], 100
     first = capturing(model, "first", prompt(40), 1, points=points, tokens="prompt")
     size = Engine(model).generate([first])[0].captured.bytes
     engine = Engine(model, max_running=1, capture_bytes=3 * size // 2)

@@ -19,8 +19,8 @@ from deployments.errors import RequestError
 from deployments.model import attention
 from deployments.model.kv_cache import PAGE
 
-WINDOW, CONTEXT, NEW = 24, 256, 12
-LENGTHS = (1, 23, 40, 90, 150)
+WINDOW, CONTEXT, NEW = 24, 256, 8
+LENGTHS = (1, 23, 40, 90, 120)
 POINTS = ["layers.*.output", "layers.*.attention.weights", "lm_head.output"]
 EXAMPLES = settings().max_examples // 5
 
@@ -103,7 +103,7 @@ def test_any_schedule_gives_what_transformers_does(how, lengths, piece, max_runn
 
 
 def test_what_passes_out_of_the_window_makes_room_for_others(windowed, prompt):
-    requests = [Request(str(n), prompt(180, n), 60, ignore_eos=True) for n in range(3)]
+    requests = [Request(str(n), prompt(180, n), 30, ignore_eos=True) for n in range(3)]
     engine = with_pages(windowed, 15, prefill_tokens=32)  # 240 tokens
     events, running = play(engine, requests, 32)
     assert (running, engine.statistics.preempted) == (3, 0)

@@ -142,9 +142,17 @@ def assert_same(a, b, rows=slice(None)):
 
 
 @pytest.mark.parametrize(
-    "tokens", ["all", "prompt", "generated", "prompt_last", {"prompt_last": 3}, {"positions": [0, 8, 2]}]
+    ("dtype", "tokens"),
+    [
+        ("bfloat16", "all"),
+        *(
+            ("float32", tokens)
+            for tokens in ("all", "prompt", "generated", "prompt_last", {"prompt_last": 3}, {"positions": [0, 8, 2]})
+        ),
+    ],
 )
-def test_a_run_put_into_itself_changes_no_bit(patching, tokens):
+def test_a_run_put_into_itself_changes_no_bit(serving, dtype, tokens):
+    patching = serving(dtype)
     clean = patching.run(CLEAN)
     assert clean["layers.3.output"].dtype == patching.dtype
     again = patching.run(CLEAN, replaced(clean, LAYERS, tokens), replaced(clean, HEADS, tokens))

@@ -169,10 +169,10 @@ SHARE = 40 * ROW  # a request's rows go out by tens of tokens, and it stands sti
 
 def test_a_disk_that_is_slow_slows_the_request_that_records_and_no_other(tmp_path):
     async def scene(replica, store):
-        recording = asyncio.ensure_future(replica.complete(a_job("recording", 200)))
+        recording = asyncio.ensure_future(replica.complete(a_job("recording", 150)))
         for i in range(3):  # others come and go meanwhile
-            plain = await replica.complete(replace(a_job(f"plain{i}", 100), capture=None))
-            assert plain[-1].completion_tokens == 100
+            plain = await replica.complete(replace(a_job(f"plain{i}", 40), capture=None))
+            assert plain[-1].completion_tokens == 40
         numbers = await replica.statistics()
         assert not recording.done()
         assert numbers["running"] == 1
@@ -191,8 +191,8 @@ def test_a_disk_that_is_slow_slows_the_request_that_records_and_no_other(tmp_pat
     assert store.appended > 1
     (place,) = end.run.points.values()
     stored = load(place["uri"], end.run.run_id)
-    assert stored["norm.output"].shape == tuple(place["shape"]) == (end.prompt_tokens + 200, 192)
-    assert stored.positions.tolist() == list(range(end.prompt_tokens + 200))
+    assert stored["norm.output"].shape == tuple(place["shape"]) == (end.prompt_tokens + 150, 192)
+    assert stored.positions.tolist() == list(range(end.prompt_tokens + 150))
 
 
 def test_runs_are_listed_by_request_and_choice_not_by_their_ends(tmp_path):
@@ -224,7 +224,7 @@ def test_a_run_whose_client_goes_leaves_nothing_in_the_store_and_frees_its_memor
                 await going
             for _ in range(200):
                 store.leave.release()
-            last = (await replica.complete(a_job("next", 200)))[-1]
+            last = (await replica.complete(a_job("next", 80)))[-1]
 
             async def is_freed() -> bool:  # by the engine's next step
                 return not (await replica.statistics())["capture_bytes"]

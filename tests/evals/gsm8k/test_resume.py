@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from fake_openai import FakeServer
 
 from evals.gsm8k.__main__ import main
 from evals.task.rewards import SHIPPED
+from tests.waiting import until
 
 Write = Callable[..., Path]
 ROOT = Path(__file__).parents[3]
@@ -29,12 +29,7 @@ MEASURED = ("latency_s", "modes", "times", "session_id")
 
 @contextmanager
 def running(env: dict[str, str], *argv: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "evals.gsm8k", *argv],
-        env=env,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a script's background job ignores it
-    )
+    process = subprocess.Popen([sys.executable, "-m", "evals.gsm8k", *argv], env=env, stderr=subprocess.PIPE)
     try:
         yield process
     finally:
@@ -44,11 +39,20 @@ def running(env: dict[str, str], *argv: str) -> Iterator[subprocess.Popen[bytes]
         process.stderr.close()
 
 
-def until(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+def interrupted(happened: Callable[[], bool], argv: list[str]) -> int:
+    """The status of a command that gets a Ctrl-C once something has happened."""
+
+    def interrupt() -> None:
+        until(happened, limit_s=120)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(interrupt)
+            return main(argv)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def samples(results: Path) -> int:
@@ -82,21 +86,22 @@ def one_problem(server: FakeServer, write_problems: Write, directory: Path) -> l
     return [*where, "--mode", "no-tools", "--results-dir", str(directory / "results")]
 
 
-def resumed(results: Path) -> None:
+def resumed(results: Path, modes: int) -> None:
     """Goes on with a run, which then comes to what an unbroken one does."""
+    conditions, expected = 2 * modes, 20 * modes
     before = {path: path.stat().st_mtime_ns for path in (results / "samples").iterdir()}
     assert main(["--resume", "--results-dir", str(results)]) == 0
     assert all(path.stat().st_mtime_ns == at for path, at in before.items())  # nothing was asked again
     assert summary(results)["counts"] == {
         "problems": 10,
-        "conditions": 4,
-        "samples": 40,
+        "conditions": conditions,
+        "samples": expected,
         "failed": 0,
         "missing": 0,
     }
     assert summary(results)["incomplete"] is None
-    assert len((results / "dataset.jsonl").read_text().splitlines()) == 40
-    assert pq.read_table(results / "samples.parquet").num_rows == 40
+    assert len((results / "dataset.jsonl").read_text().splitlines()) == expected
+    assert pq.read_table(results / "samples.parquet").num_rows == expected
 
 
 def test_a_killed_run_goes_on_to_the_summary_of_an_unbroken_one(
@@ -111,7 +116,7 @@ def test_a_killed_run_goes_on_to_the_summary_of_an_unbroken_one(
     with (tmp_path / "killed" / "dataset.jsonl").open("a") as lines:
         lines.write('{"half a li')
     server.release()
-    resumed(tmp_path / "killed")
+    resumed(tmp_path / "killed", modes=2)
     assert main(options(server, dataset, tmp_path / "unbroken")) == 0
     assert counted(tmp_path / "killed") == counted(tmp_path / "unbroken")
 
@@ -149,17 +154,15 @@ def test_an_interrupted_run_leaves_valid_results_and_goes_on(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
 ) -> None:
     results = tmp_path / "interrupted"
-    with running(cluster.env, *options(server, write_problems(*LABELS), results)) as process:
-        until(lambda: samples(results) >= 10)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 1
+    argv = [*options(server, write_problems(*LABELS), results), "--mode", "no-tools"]
+    assert interrupted(lambda: samples(results) >= 10, argv) == 1
     partial = summary(results)
     assert partial["incomplete"] == "interrupted"
-    assert partial["counts"] | {"samples": samples(results), "missing": 40 - samples(results)} == partial["counts"]
+    assert partial["counts"] | {"samples": samples(results), "missing": 20 - samples(results)} == partial["counts"]
     assert pq.read_table(results / "samples.parquet").num_rows == samples(results)
     assert len((results / "dataset.jsonl").read_text().splitlines()) == samples(results)
     server.release()
-    resumed(results)
+    resumed(results, modes=1)
 
 
 def test_an_interruption_before_there_is_anything_to_report_ends_with_status_130(
@@ -167,17 +170,14 @@ def test_an_interruption_before_there_is_anything_to_report_ends_with_status_130
 ) -> None:
     server.healthy_after = 10**6
     argv = ["--base-url", server.base_url, "--results-dir", str(tmp_path / "results"), "--wait-healthy", "100"]
-    with running(cluster.env, *argv) as process:
-        until(lambda: server.checks > 0)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+    assert interrupted(lambda: server.checks > 0, argv) == 130
     assert not (tmp_path / "results").exists()
 
 
 def test_a_server_that_restarts_costs_no_sample_even_without_retries(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
 ) -> None:
-    argv = options(server, write_problems(*LABELS), tmp_path / "results")
+    argv = [*options(server, write_problems(*LABELS), tmp_path / "results"), "--mode", "no-tools"]
     ended = threading.Event()
 
     def restart() -> int:

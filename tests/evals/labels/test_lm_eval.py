@@ -13,7 +13,7 @@ import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 from evals.config import EvalError
 from evals.labels.__main__ import main

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scoring_server import ScoringServer
 
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.demo_model import WEIGHTS
 from deployments.model.load import load
 from evals.outliers.__main__ import main

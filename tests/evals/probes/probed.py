@@ -11,7 +11,7 @@ import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
-from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 
 MODEL = "fake/model"

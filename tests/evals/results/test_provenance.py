@@ -60,6 +60,15 @@ def test_the_key_and_the_environment_stay_out(
     assert "s3cret" not in json.dumps(told(server, tmp_path))
 
 
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """Those of a run of a server that tells all of itself."""
+    with FakeServer() as server:
+        server.told = REVISION | {"options": {"dtype": "float32"}}
+        server.structure = {"id": "fake/model", "layers": 2}
+        return told(server, tmp_path_factory.mktemp("known"), "--session-id", "s")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -83,12 +92,9 @@ def test_the_key_and_the_environment_stay_out(
     ],
 )
 def test_what_changes_answers_or_scores_is_named_and_nothing_else(
-    server: FakeServer, tmp_path: Path, change: Change, named: list[str]
+    known: Facts, change: Change, named: list[str]
 ) -> None:
-    server.told = REVISION | {"options": {"dtype": "float32"}}
-    server.structure = {"id": "fake/model", "layers": 2}
-    earlier = told(server, tmp_path, "--session-id", "s")
-    now = copy.deepcopy(earlier)
+    earlier, now = known, copy.deepcopy(known)
     change(now)
     assert differences(earlier, now) == named
     if named != ["max_tokens"]:  # which has to be there

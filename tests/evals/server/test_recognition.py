@@ -13,6 +13,7 @@ import pytest
 import evals.server.recognition as recognition
 from evals.config import EvalError
 from evals.server.recognition import NotReady, check_asked, look
+from tests.waiting import EACH_S
 
 keys: list[str | None] = []  # that the last server was sent
 
@@ -37,7 +38,7 @@ def answering(pages: dict[str, Any], otherwise: tuple[int, str]) -> Iterator[str
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(EACH_S,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/v1"
@@ -128,7 +129,7 @@ def test_what_speaks_no_http_or_never_answers_is_a_stranger(monkeypatch: pytest.
             released.wait()
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Mute) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(EACH_S,))
         thread.start()
         with pytest.raises(EvalError, match=httpx.ReadTimeout.__name__):
             look(f"http://127.0.0.1:{server.server_port}/v1")

@@ -18,6 +18,7 @@ import pytest
 from deployments import __version__
 from evals.gsm8k.__main__ import main
 from evals.server.recognition import look
+from tests.waiting import EACH_S
 from vitrine.own_server import free_port
 
 Write = Callable[..., Path]
@@ -54,10 +55,11 @@ class Place(NamedTuple):
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`refusal(place, name, *options)`: why a run that asks for `--serve` is refused, before it starts anything."""
+    """`refusal(place, name, *options)`: why a run that asks for `--serve` has no server; in this process."""
 
     def refused(where: Place, name: str, *options: str) -> str:
-        monkeypatch.setenv("VITRINE_HOME", where.env["VITRINE_HOME"])
+        for variable in ("VITRINE_HOME", "RAY_ADDRESS", "PYTHONPATH", "HF_HUB_OFFLINE"):
+            monkeypatch.setenv(variable, where.env[variable])
         assert main([*where.arguments(name), *SHORT, *options]) == 2
         return capsys.readouterr().err
 
@@ -159,13 +161,14 @@ def test_a_server_goes_with_an_evaluator_that_is_killed(tmp_path: Path, eventual
     assert look(where.base_url) is None
 
 
-def test_a_server_that_cannot_start_ends_with_the_reason_of_its_log(cluster: Any, served: Any, tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_ends_with_the_reason_of_its_log(
+    cluster: Any, served: Any, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     where = place(tmp_path)
     where.env["RAY_ADDRESS"] = cluster.address  # where Serve listens at another port
-    done = where.run("run", *SHORT)
-    assert done.returncode == 2
-    assert f"the last lines of {tmp_path}/run/server.log" in done.stderr
-    assert f"listens at port {urlsplit(served.root).port}" in done.stderr.partition("the last lines of")[2]
+    said = refusal(where, "run")
+    assert f"the last lines of {tmp_path}/run/server.log" in said
+    assert f"listens at port {urlsplit(served.root).port}" in said.partition("the last lines of")[2]
     assert look(where.base_url) is None
 
 
@@ -192,7 +195,7 @@ def test_a_stranger_that_answers_200_to_all_is_neither_used_nor_stopped(
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(EACH_S,))
         thread.start()
         where = place(tmp_path)._replace(base_url=f"http://127.0.0.1:{server.server_port}/v1")
         for fresh in ([], ["--fresh"]):

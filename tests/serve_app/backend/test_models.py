@@ -96,7 +96,8 @@ def server(served, options):
     serve.run(build_app(options), name=APP, route_prefix=f"/{APP}")
     server = Server(f"{served.root}/{APP}")
     yield server
-    unload_all(server)
+    for model in applications():
+        serve.delete(model, _blocking=False)
     serve.delete(APP)
 
 
@@ -153,16 +154,23 @@ def test_two_models_come_go_and_record_side_by_side_and_neither_disturbs_the_oth
     with httpx.stream("POST", f"{empty.root}/v1/completions", json=body, timeout=120) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         events = [next(lines)]
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(2) as pool:
             rest = pool.submit(lambda: list(lines))
+            broken = pool.submit(empty.post, "/models/load", model_id="tests/broken")
             assert empty.load(TINY, **SETTINGS) == LOADED
-            fails(empty, {"model_id": "tests/broken"}, 500, None, "load_failed")
+            refused_for(broken.result(), 500, None, "load_failed")
+            assert len(applications()) == 2  # of the broken one nothing is left
             both(empty)
-            goes_and_comes_again(empty, eventually)
             events += rest.result()
+    assert told(events) == whole
+    goes(empty, body, whole, eventually)
+    assert empty.served == {TINY}
+
+
+def told(events: list[str]) -> str:
+    """The text of a whole stream."""
     assert events[-1] == "[DONE]"
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
-    assert empty.served == {DEMO, TINY}
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
 
 
 def both(server: Server) -> None:
@@ -184,8 +192,24 @@ def both(server: Server) -> None:
     assert widths[DEMO] != 32
 
 
-def goes_and_comes_again(server: Server, eventually) -> None:
-    """A model that is unloaded finishes what it runs, takes nothing new, and can be loaded meanwhile."""
+def goes(server: Server, body: dict, whole: str, eventually) -> None:
+    """A model that is unloaded finishes what it runs, and takes nothing new."""
+    with (
+        ThreadPoolExecutor(2) as pool,
+        httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer,
+    ):
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        events = [next(lines)]
+        unloads = [pool.submit(server.unload, DEMO) for _ in range(2)]
+        eventually(lambda: server.say(DEMO).status_code, lambda status: status == 404)
+        assert told(events + list(lines)) == whole
+        for unload in unloads:
+            unload.result()
+
+
+@pytest.mark.long  # a replica starts; a model goes above
+def test_a_model_can_be_loaded_while_it_is_unloaded(with_tiny, eventually):
+    server = with_tiny
     first = server.say(TINY).json()["choices"][0]["text"]
     body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with (
@@ -207,12 +231,17 @@ def goes_and_comes_again(server: Server, eventually) -> None:
 def fails(server: Server, body: dict, status: int, param: str | None, code: str) -> str:
     """Assert that a load fails with this reason, and leaves nothing; gives what it says."""
     before, health = applications(), server.get("/health").json()
-    answer = server.post("/models/load", **body)
+    message = refused_for(server.post("/models/load", **body), status, param, code)
+    assert applications() == before
+    assert server.get("/health").json() == health
+    return message
+
+
+def refused_for(answer: httpx.Response, status: int, param: str | None, code: str) -> str:
+    """Assert that a load was answered with this reason; gives what it says."""
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (status, param, code), error
     assert error["message"]
-    assert applications() == before
-    assert server.get("/health").json() == health
     return error["message"]
 
 

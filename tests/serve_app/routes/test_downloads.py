@@ -19,7 +19,8 @@ from deployments.activations.__main__ import main
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.reader import sources
-from deployments.activations.segments.schema import point_types, to_batch, to_tensor
+from deployments.activations.segments.columns import to_batch, to_tensor
+from deployments.activations.segments.schema import point_types
 from deployments.points.patterns import Patterns
 from serve_app.http.ranges import PAGE_BYTES
 

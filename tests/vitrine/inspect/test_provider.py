@@ -6,7 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("inspect_ai") is None, reason="inspect_ai is not installed: make lint")
+pytestmark = [
+    pytest.mark.skipif(find_spec("inspect_ai") is None, reason="inspect_ai is not installed: make lint"),
+    pytest.mark.usefixtures("cluster"),  # in one process with those that need it: importing inspect_ai takes seconds
+]
 
 
 @pytest.fixture(scope="module")
