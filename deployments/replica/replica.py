@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import threading
@@ -98,6 +99,8 @@ class ModelReplica:
         self._preparing = 0  # choices that have no ticket yet
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client_code = self._runner() if options.allow_client_code else None
+        if _has_own_process():
+            gc.freeze()  # the model and the libraries stay: a full collection of garbage would walk them all
 
     # ---- called by the ingress and Serve
 
@@ -278,7 +281,7 @@ class ModelReplica:
             if self._loop is None:  # no job has arrived yet
                 self._fail_all()
             self._on_loop(self._fail_all)
-            if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
+            if _has_own_process():
                 self._exit()
             raise
 
@@ -330,6 +333,11 @@ class ModelReplica:
             self._delivery.drop(ticket)
             raise RequestError(NOT_TAKEN, None, "unavailable", 503)
         return ticket
+
+
+def _has_own_process() -> bool:
+    """Whether this is an actor, rather than an object in another program."""
+    return ray.is_initialized() and bool(ray.get_runtime_context().get_actor_id())
 
 
 async def _gather(messages: asyncio.Queue[Message]) -> list[Message]:

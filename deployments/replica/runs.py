@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from deployments.activations.facts import RunFacts, SegmentFacts, StoredRun, StoreError
 from deployments.activations.segments.columns import to_batch
+from deployments.activations.segments.packing import Packed
 from deployments.chat.token_texts import TextOffsets, TokenTexts
 from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.row_sizes import RowSizes
@@ -28,6 +29,7 @@ from deployments.points.interventions import as_sent
 from deployments.replica.open_run import OpenRun, chosen_tokens, recordable
 
 PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
+INLINE_BYTES = 64 << 10  # rows below this go in the call itself, which Ray allows up to 100 KiB
 ROOM_S = 30.0  # the longest wait for the store to confirm that it has room
 
 
@@ -151,7 +153,10 @@ class Runs:
         self._store.abandon.remote(run.job.session_id, run.id)
 
     async def _put(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
-        """Put rows into the object store, converted outside the event loop, and return the reference."""
+        """Rows for the store, converted outside the event loop: a reference to the object store, or the few there are.
+
+        An object costs its owner, the store and Ray's daemon some 4 ms of processor time.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured, generated)
 
     def _lay_out(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
@@ -176,7 +181,8 @@ class Runs:
             prompt_tokens=len(request.prompt),
             points=captured.values,
         )
-        return ray.put(batch)
+        packed = Packed(batch)
+        return packed if batch.nbytes < INLINE_BYTES else ray.put(packed)
 
     def _facts(self, run: OpenRun, event: Finished) -> RunFacts:
         job, request = run.job, run.request

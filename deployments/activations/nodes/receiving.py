@@ -14,8 +14,6 @@ from deployments.activations.facts import RunFacts, StoredRun, StoreError
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.writer.writer import Writer
 
-    Ref = ray.ObjectRef[Any]
-
 
 class StartingError(StoreError):
     """The store has not started yet."""
@@ -24,7 +22,7 @@ class StartingError(StoreError):
 class RunReceiver(ABC):
     """The actor that a replica sends its runs to: the store on its own node, else the node's writer.
 
-    Batches come as references in a list, so that Ray passes them on unresolved.
+    A batch comes as it is, if it is small, or as a reference, in a list, so that Ray passes it on unresolved.
     """
 
     _begin_writer: Callable[[], Writer]
@@ -39,7 +37,7 @@ class RunReceiver(ABC):
         return self._writer
 
     async def append(
-        self, session_id: str, run_id: str, part: int, batches: list[Ref], most: int = 0, fence: str | None = None
+        self, session_id: str, run_id: str, part: int, batches: list[Any], most: int = 0, fence: str | None = None
     ) -> None:
         """Take more of a run that is not finished, as `Writer.append`; not durable yet when it answers."""
         await self._admit(session_id, run_id, fence)
@@ -47,7 +45,7 @@ class RunReceiver(ABC):
         await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most, fence))
 
     async def write(
-        self, run: RunFacts, batches: list[Ref], part: int = 0, fence: str | None = None, archived: bool = False
+        self, run: RunFacts, batches: list[Any], part: int = 0, fence: str | None = None, archived: bool = False
     ) -> StoredRun:
         """Store a run, or the end of one, as `Writer.submit`; durable when it answers, and if asked, `archived`."""
         await self._admit(run.session_id, run.run_id, fence)
@@ -89,9 +87,9 @@ class Home(NamedTuple):
     hold: str
 
 
-async def _fetch(run_id: str, batches: Sequence[Ref]) -> list[Any]:
+async def _fetch(run_id: str, batches: Sequence[Any]) -> list[Any]:
     try:
-        return await asyncio.gather(*batches)
+        return [await batch if isinstance(batch, ray.ObjectRef) else batch for batch in batches]
     except ray.exceptions.RayError as error:
         raise StoreError(
             f"The activations of run {run_id} were lost before they were stored "

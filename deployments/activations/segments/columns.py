@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -80,8 +81,13 @@ def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeT
     if tensor.ndim < 2 or tensor.shape[0] != rows or 0 in tensor.shape:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not [{rows}, ...features]")
     flat = _flat(name, tensor)
-    kind = pa.fixed_shape_tensor(flat.type, tensor.shape[1:])
+    kind = _tensor_type(flat.type, tensor.shape[1:])
     return pa.ExtensionArray.from_storage(kind, pa.FixedSizeListArray.from_arrays(flat, len(flat) // rows))
+
+
+@lru_cache(256)
+def _tensor_type(of: pa.DataType, shape: torch.Size) -> pa.FixedShapeTensorType:
+    return pa.fixed_shape_tensor(of, shape)
 
 
 def _flat(name: str, tensor: torch.Tensor) -> pa.Array:

@@ -266,15 +266,19 @@ class CaptureBuffer:
 
     def _empty(self, rows: int) -> dict[str, torch.Tensor]:
         """Buffers for this many rows."""
-        empty = {}
-        for point in self.points:
-            if point.place.grows:
-                continue
-            row = torch.empty(1, *point.shape, device="meta")
-            row = self._heads_of(row) if len(point.shape) > 1 else row
-            shape = row[0, ..., self._features].shape
-            empty[point.name] = torch.empty(rows, *shape, dtype=point.place.dtype)
-        return empty
+        return {
+            point.name: torch.empty(rows, *self._recorded_shape(point), dtype=point.place.dtype)
+            for point in self.points
+            if not point.place.grows
+        }
+
+    def _recorded_shape(self, point: Point) -> list[int]:
+        """The shape of one recorded row: the chosen heads and features of the point."""
+        shape, chosen = list(point.shape), self._features
+        if len(shape) > 1 and self._capture.heads is not None:
+            shape[0] = len(self._capture.heads)
+        shape[-1] = len(chosen) if isinstance(chosen, list) else len(range(shape[-1])[chosen])
+        return shape
 
     @property
     def _features(self) -> slice | list[int]:

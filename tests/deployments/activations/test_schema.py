@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 
 from deployments.activations.facts import RunFacts, SegmentFacts, StoreError, check_session_id
 from deployments.activations.segments.columns import to_batch
+from deployments.activations.segments.packing import Packed
 from deployments.activations.segments.schema import batch_facts, batch_metadata
+from deployments.points.patterns import Patterns
 
 SEGMENT = SegmentFacts("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})
 
@@ -84,6 +88,28 @@ def test_the_metadata_of_batches_reads_back_and_its_last_one_says_what_the_run_i
     assert told == [("r", 0, None, None), ("r", 1, None, None), ("r", 2, run, 3)]
     with pytest.raises(ValueError, match="names no run"):
         batch_facts({b"other": b"x"})
+
+
+@given(rows=st.integers(1, 5), first=st.integers(0, 3))
+def test_a_packed_batch_is_unpickled_as_it_was_without_a_copy_of_its_values(rows, first):
+    positions, patterns = range(first, first + rows), range(first + 1, first + rows + 1)
+    points = {"a": torch.randn(rows, 3).bfloat16(), "b": Patterns(torch.randn(2 * sum(patterns)), 2, positions)}
+    batch = to_batch(
+        SegmentFacts("s", "m", None, "A", {}, {}),
+        run_id="r",
+        sample_id=None,
+        positions=positions,
+        token_ids=positions,
+        prompt_tokens=2,
+        points=points,
+    )
+    buffers = list[pickle.PickleBuffer]()
+    said = pickle.dumps(Packed(batch), protocol=5, buffer_callback=buffers.append)
+    found = pickle.loads(said, buffers=buffers)  # noqa: S301 - it was pickled here
+    assert found.equals(batch, check_metadata=True)
+    [stream] = map(memoryview, buffers)
+    start = np.frombuffer(stream, np.uint8).ctypes.data
+    assert start <= found["a"].storage.values.buffers()[1].address < start + stream.nbytes
 
 
 def test_store_errors_survive_pickling():

@@ -16,6 +16,7 @@ from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.facts import StoreError
 from deployments.activations.limits import Retention
+from deployments.activations.segments.packing import Packed
 from deployments.activations.state.state import NAME
 from deployments.activations.writer import retention
 from deployments.activations.writer.group_commit import Commits
@@ -52,9 +53,10 @@ def test_batches_passed_by_reference_are_stored_listed_and_deleted(make, store, 
     assert asyncio.run(reader.session("session")) is None
 
 
-def test_what_was_put_reads_back(make, store):
+@pytest.mark.parametrize("sent", [ray.put, lambda batch: ray.put(Packed(batch)), lambda batch: batch])
+def test_what_was_sent_by_reference_or_as_it_is_reads_back(make, store, sent):
     made = make("r", {"p": torch.randn(5, 8).bfloat16()})
-    stored = asyncio.run(store.write(made.facts, [ray.put(made.batches[0])]))
+    stored = asyncio.run(store.write(made.facts, [sent(made.batches[0])]))
     assert torch.equal(load(stored.points["p"].uri)["p"], made.points["p"])
 
 

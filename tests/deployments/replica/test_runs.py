@@ -30,6 +30,10 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.usefixtures("cluster")  # rows go through the object store
 
 
+def _arrived(batches):
+    return ray.get([batch if isinstance(batch, ray.ObjectRef) else ray.put(batch) for batch in batches])
+
+
 class Method:
     """Stands where a method of an actor's handle does."""
 
@@ -66,12 +70,12 @@ class SlowStore:
         await self.leave.acquire()
         self.appended += 1
         self.arrived.set()
-        await asyncio.wrap_future(self.writer.append(session_id, run_id, part, ray.get(batches)))
+        await asyncio.wrap_future(self.writer.append(session_id, run_id, part, _arrived(batches)))
 
     async def _write(self, run, batches, part, fence, archived):
         if archived:
             raise StoreError("The run is stored, but not in the bucket")
-        return await asyncio.wrap_future(self.writer.submit(run, ray.get(batches), part))
+        return await asyncio.wrap_future(self.writer.submit(run, _arrived(batches), part))
 
     def _abandon(self, session_id, run_id):
         return self.writer.abandon(session_id, run_id)
