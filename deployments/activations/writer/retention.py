@@ -177,11 +177,8 @@ class SessionManager:
     def old(self, now: float) -> list[str]:
         """The sessions that may be too old by a time in Unix seconds, of which `expire` deletes those that are."""
         age = self.retention.max_session_age_s
-        return (
-            []
-            if age is None
-            else [name for name, _ in takewhile(lambda one: one[1] < now - age, self._catalogue.by_age())]
-        )
+        found = () if age is None else takewhile(lambda one: one[1] < now - age, self._catalogue.by_age())
+        return [name for name, _ in found]
 
     def expire(self, session_id: str, now: float) -> bool:
         """Delete a session if its last run is too old by `now`; whether it did. On a disk error it stays."""
@@ -236,8 +233,7 @@ class SessionManager:
         return False
 
     def _may_change(self, session_id: str, account: Account) -> bool:
-        record = self._owners.of(session_id) if self._owners else None
-        return account.may_change(record and record.owner)
+        return account.may_change(self._owner_of(session_id))
 
     # ---- deletion
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,9 +155,7 @@ class CaptureBuffer:
             room: Bytes left for rows.
         """
 
-        def size(tokens: int) -> int:
-            return self.size(start, tokens)
-
+        size = partial(self.size, start)
         fitting = bisect_right(range(1, most + 1), room, key=size)
         return max(1, fitting, bisect_right(range(1, least + 1), PIECE_BYTES, key=size))
 
@@ -266,11 +265,8 @@ class CaptureBuffer:
 
     def _empty(self, rows: int) -> dict[str, torch.Tensor]:
         """Buffers for this many rows."""
-        return {
-            point.name: torch.empty(rows, *self._recorded_shape(point), dtype=point.place.dtype)
-            for point in self.points
-            if not point.place.grows
-        }
+        points = [point for point in self.points if not point.place.grows]
+        return {one.name: torch.empty(rows, *self._recorded_shape(one), dtype=one.place.dtype) for one in points}
 
     def _recorded_shape(self, point: Point) -> list[int]:
         """The shape of one recorded row: the chosen heads and features of the point."""
