@@ -154,7 +154,6 @@ class CaptureBuffer:
             least: This many may always run, or fewer if their rows exceed one piece.
             room: Bytes left for rows.
         """
-
         size = partial(self.size, start)
         fitting = bisect_right(range(1, most + 1), room, key=size)
         return max(1, fitting, bisect_right(range(1, least + 1), PIECE_BYTES, key=size))
