@@ -100,6 +100,7 @@ class ModelReplica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client_code = self._runner() if options.allow_client_code else None
         if _has_own_process():
+            gc.collect()
             gc.freeze()  # the model and the libraries stay: a full collection of garbage would walk them all
 
     # ---- called by the ingress and Serve

@@ -30,6 +30,7 @@ from deployments.replica.open_run import OpenRun, chosen_tokens, recordable
 
 PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
 INLINE_BYTES = 64 << 10  # rows below this go in the call itself, which Ray allows up to 100 KiB
+PACKED_BYTES = 1 << 20  # rows above this are not copied into a stream
 ROOM_S = 30.0  # the longest wait for the store to confirm that it has room
 
 
@@ -128,7 +129,7 @@ class Runs:
         Raises:
             StoreError: The store cannot take them; or its errors over Ray.
         """
-        batch = await self._put(run, captured, ())
+        batch = await self._to_send(run, captured, ())
         await self._store.append.remote(run.job.session_id, run.id, part, [batch], run.most, run.job.fence)
 
     async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
@@ -138,7 +139,7 @@ class Runs:
             StoreError: The store cannot take them; or its errors over Ray.
         """
         assert event.captured is not None
-        batches = [await self._put(run, event.captured, event.tokens)] if event.captured.positions else []
+        batches = [await self._to_send(run, event.captured, event.tokens)] if event.captured.positions else []
         archived = self._options.answer_when == "archived"
         facts = self._facts(run, event)
         stored: StoredRun = await self._store.write.remote(facts, batches, parts, run.job.fence, archived)
@@ -152,10 +153,10 @@ class Runs:
         """Discard an unfinished run from the store."""
         self._store.abandon.remote(run.job.session_id, run.id)
 
-    async def _put(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
-        """Rows for the store, converted outside the event loop: a reference to the object store, or the few there are.
+    async def _to_send(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
+        """Rows as the store gets them, converted outside the event loop: themselves if they are small, else an object.
 
-        An object costs its owner, the store and Ray's daemon some 4 ms of processor time.
+        An object of Ray costs its owner, the store and Ray's daemon some 4 ms of processor time.
         """
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured, generated)
 
@@ -181,8 +182,10 @@ class Runs:
             prompt_tokens=len(request.prompt),
             points=captured.values,
         )
+        if batch.nbytes > PACKED_BYTES:
+            return ray.put(batch)
         packed = Packed(batch)
-        return packed if batch.nbytes < INLINE_BYTES else ray.put(packed)
+        return packed if packed.nbytes < INLINE_BYTES else ray.put(packed)
 
     def _facts(self, run: OpenRun, event: Finished) -> RunFacts:
         job, request = run.job, run.request

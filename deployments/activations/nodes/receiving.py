@@ -88,8 +88,10 @@ class Home(NamedTuple):
 
 
 async def _fetch(run_id: str, batches: Sequence[Any]) -> list[Any]:
+    import pyarrow as pa  # here, see above
+
     try:
-        return [await batch if isinstance(batch, ray.ObjectRef) else batch for batch in batches]
+        return [batch if isinstance(batch, pa.RecordBatch) else await batch for batch in batches]
     except ray.exceptions.RayError as error:
         raise StoreError(
             f"The activations of run {run_id} were lost before they were stored "

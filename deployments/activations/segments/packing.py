@@ -1,4 +1,4 @@
-"""Record batches on their way through Ray's object store."""
+"""Record batches on their way through Ray."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import pyarrow as pa
 
 
 class Packed:
-    """Pickles as an Arrow stream, and is the batch itself once unpickled, over the same memory.
+    """A batch as an Arrow stream, which is the batch again once unpickled, over the same memory.
 
-    With 30 points that takes 0.5 ms less than pickling a batch, whose columns Ray pickles one by one, and reading half
-    as long.
+    Ray pickles the columns of a batch one by one: with 30 points that takes 0.5 ms longer, and reading twice as long.
+    But a stream is a copy, so a batch of megabytes is better pickled as it is.
     """
 
     def __init__(self, batch: pa.RecordBatch) -> None:
-        self._batch = batch
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+        self._stream = sink.getvalue()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the stream."""
+        return int(self._stream.size)
 
     def __reduce__(self) -> tuple[Callable[[pa.Buffer], pa.RecordBatch], tuple[pa.Buffer]]:
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, self._batch.schema) as stream:
-            stream.write_batch(self._batch)
-        return _unpacked, (sink.getvalue(),)
+        return _unpacked, (self._stream,)
 
 
 def _unpacked(stream: pa.Buffer) -> pa.RecordBatch:

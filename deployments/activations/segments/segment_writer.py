@@ -142,8 +142,7 @@ class Segment:
                 self.begin_sync()
                 self.end_sync()
         except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
-            self._file.close()  # first: the sink may hold a part that was refused, and would write it after the cut
-            self._cut(self.length, self.rows)
+            self._refuse()
         with contextlib.suppress(OSError, pa.ArrowException):  # what counts was fsynced before
             try:
                 if not self.rows:
@@ -162,11 +161,17 @@ class Segment:
             self._end = os.fstat(self._descriptor).st_size
         except (OSError, pa.ArrowException):
             self.broken = True
-            self._file.close()  # as in `close`
-            self._cut(self.length, self.rows)
+            self._refuse()
             raise
         self._batches += len(batches)
         self._new_rows += sum(batch.num_rows for batch in batches)
+
+    def _refuse(self) -> None:
+        """Take away what was written only in part."""
+        # The sink may hold some of it, which it would write after the cut.
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self._file.close()
+        self._cut(self.length, self.rows)
 
     def _check_place(self) -> None:
         """Raise OSError if the file's name no longer leads to it: its content would be lost."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from deployments.accounts import Account
@@ -43,6 +44,11 @@ class Owners(State):
     def all(self) -> dict[str, Record]:
         """Every record, by session."""
         return self._records("")
+
+    def owners_of(self, session_ids: Sequence[str]) -> dict[str, str | None]:
+        """The owners of those of the sessions that have a record."""
+        these = "SELECT session, owner FROM owners WHERE session IN (SELECT value FROM json_each(?))"
+        return dict(self.rows(these, json.dumps(session_ids)))
 
     def limited(self, owner: str | None) -> dict[str, Record]:
         """The sessions that count for an owner's quotas."""

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from deployments.activations.archive.archive import Archive
     from deployments.activations.state.nodes import Nodes
 
+_PAGE = 100  # sessions whose owners are looked up at once
 _REMOVALS = 4  # sessions whose files are removed at a time: a small one waits for no large one
 
 logger = logging.getLogger(__name__)
@@ -121,11 +122,13 @@ class SessionManager:
 
     def _deletable_for(self, session_id: str, stay: Set[str]) -> Iterator[SessionSize]:
         """The sessions that may go for a run of a session, its owner's alone; the oldest last run first."""
-        owner = self._owner_of(session_id)
+        owner, known = self._owner_of(session_id), self._catalogue.by_age()
         sizes, stay = self.used(), {session_id} | stay | self.busy() | self._pins.names()
-        for name, _ in self._catalogue.by_age():
-            if name not in stay and self._owner_of(name) == owner:
-                yield SessionSize(name, sizes[name])
+        while names := [name for name, _ in islice(known, _PAGE)]:
+            owners = self._owners.owners_of(names) if self._owners else {}
+            for name in names:
+                if name not in stay and owners.get(name) == owner:
+                    yield SessionSize(name, sizes[name])
 
     def _owner_of(self, session_id: str) -> str | None:
         record = self._owners.of(session_id) if self._owners else None

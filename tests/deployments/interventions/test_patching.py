@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from pydantic import TypeAdapter
 from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.reader.loading import load
+from deployments.activations.segments.packing import Packed
 from deployments.engine.request import GREEDY, Sampling
 from deployments.job import Job
 from deployments.messages import End, Refusal
@@ -39,7 +41,18 @@ class Handle:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store if hasattr(self._store, name) else self._reader, name)
-        return type("Method", (), {"remote": staticmethod(lambda *args: asyncio.ensure_future(method(*args)))})
+
+        def remote(*args: Any) -> asyncio.Future[Any]:
+            return asyncio.ensure_future(method(*map(_arrived, args)))
+
+        return type("Method", (), {"remote": staticmethod(remote)})
+
+
+def _arrived(argument: Any) -> Any:
+    """What an actor gets in place of an argument."""
+    if not isinstance(argument, list):
+        return argument
+    return [copy.copy(one) if isinstance(one, Packed) else one for one in argument]
 
 
 class Patching:
