@@ -2,6 +2,7 @@
 
   one session    runs per second of 0.1 MB each, in one session
   sessions       the same, with one session per run
+  full           the same in one session of a full store, which deletes an old session for each run
   deleting       the same in one session, while sessions of many files are deleted
   start          seconds until a store has checked its files, all of them in its catalogue, and until a store with an
                  empty disk knows them from the manifest of their bucket, which is a directory here
@@ -12,6 +13,7 @@ Each answer waits until its run is durable.
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 import tempfile
 import time
@@ -29,6 +31,7 @@ from deployments.activations.catalogue.database import NAME, sealed_files
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import write_snapshot
 from deployments.activations.files.places import place_of
+from deployments.activations.limits import Retention
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
 
@@ -70,6 +73,7 @@ def main() -> None:
         alone = send(writer, options.runs, lambda _: "one", values)
         print(f"one session: {alone:,.0f} runs/s", flush=True)
         print(f"sessions: {send(writer, options.sessions, lambda n: f's{n}', values):,.0f} runs/s", flush=True)
+        print(f"full: {full(writer, options.sessions // 2, values):,.0f} runs/s", flush=True)
         for session in range(10):
             (root / f"old{session}").mkdir()
             for number in range(options.files // 10):
@@ -91,6 +95,17 @@ def main() -> None:
         root.mkdir()
         if options.known:
             known(root, options.known, options.known_files)
+
+
+def full(writer: Writer, runs: int, values: torch.Tensor) -> float:
+    """Store runs while as many bytes are allowed as there are; gives durable runs per second."""
+    logging.disable(logging.WARNING)  # of each session that is deleted
+    used = writer.ask(lambda manager: manager.used().total()).result()
+    writer.retain(Retention(max_store_bytes=used, delete_oldest=True)).result()
+    rate = send(writer, runs, lambda _: "full", values)
+    writer.retain(Retention()).result()
+    logging.disable(logging.NOTSET)
+    return rate
 
 
 def known(root: Path, runs: int, files: int) -> None:
