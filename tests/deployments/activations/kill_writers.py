@@ -67,11 +67,12 @@ def main() -> int:
                 killed += code == -signal.SIGKILL
                 stored += sum(words[0] == "stored" for words in said)
                 known.read(said)
-                copy = shutil.copytree(root, Path(folder) / "after")
+                going = shutil.ignore_patterns(".deleted-*")  # `rm` of the killed writer may still be at work
+                copy = shutil.copytree(root, Path(folder) / "after", ignore=going)
                 _, gone, bad = looked_through(copy, known)
                 shutil.rmtree(copy)
                 lost, unreadable = lost + gone, unreadable + bad
-            shutil.rmtree(root)
+            shutil.rmtree(root, ignore_errors=True)  # for the same reason
             print(f"{killed} killed, {stored} stored, {lost} lost, {unreadable} cannot be read", flush=True)
     return int(bool(lost or unreadable))
 

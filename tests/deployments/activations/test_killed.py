@@ -136,7 +136,8 @@ def kill_again_and_again(forked, folder: Path, seed: int, kills: int) -> tuple[i
         sure = {name for name in known.stored if name[0] not in known.deleting}
         assert sure <= {(run["session_id"], run["run_id"]) for run in kept.runs(limit=None)} <= known.begun
         kept.close()
-        copy = shutil.copytree(root, folder / f"after-{turn}")  # the next writer finds all as it was left
+        # The next writer finds all as it was left. `rm` of the killed one may still be at work.
+        copy = shutil.copytree(root, folder / f"after-{turn}", ignore=shutil.ignore_patterns(".deleted-*"))
         known.check(copy)
         shutil.rmtree(copy)
     return killed, stored
