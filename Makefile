@@ -118,7 +118,7 @@ $(VENV)/.ready-dev: $(VENV)/.ready locks/dev.txt
 	touch $@
 
 # The clients that tests/serve_clients runs have pins of their own, hence an environment of their own.
-# With uv in a tenth of pip's time. uv does not read pip's settings, so where it fails pip has its turn.
+# uv takes a tenth of pip's time. It does not read pip's settings: if it fails, pip installs.
 .venv-clients/.ready: locks/clients.txt
 	$(PYTHON) -m venv --clear .venv-clients
 	$(BIN)/uv pip install --quiet --python .venv-clients --no-deps --require-hashes -r $< \

@@ -96,15 +96,15 @@ class RunFacts:
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> RunFacts:
         """The facts that `as_json` wrote, without fields of later versions."""
-        return cls(**{name: said[name] for name in _RUN_FACTS if name in said})
+        return cls(**{name: said[name] for name in RUN_FACTS if name in said})
 
     @cached_property
     def as_json(self) -> str:
         """All of it, as it is stored, made once for all writes; TypeError if it holds what JSON cannot."""
-        return json.dumps({name: getattr(self, name) for name in _RUN_FACTS})
+        return json.dumps({name: getattr(self, name) for name in RUN_FACTS})
 
 
-_RUN_FACTS = [item.name for item in fields(RunFacts)]
+RUN_FACTS = [item.name for item in fields(RunFacts)]
 
 
 class PointType(NamedTuple):

@@ -9,10 +9,9 @@ import sqlite3
 import zlib
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 
-from deployments.activations.facts import RunFacts
+from deployments.activations.facts import RUN_FACTS
 from deployments.activations.files.disk import locked
 from deployments.activations.files.sqlite import connected, transaction
 
@@ -82,7 +81,7 @@ WHEN EXISTS (SELECT 1 FROM sums WHERE session = OLD.session AND model = OLD.mode
 END;
 """
 # A database with fewer facts of a run than this version has is of another layout, too.
-LAYOUT = zlib.crc32(repr((_TABLES, [item.name for item in fields(RunFacts)])).encode()) >> 1
+LAYOUT = zlib.crc32(repr((_TABLES, RUN_FACTS)).encode()) >> 1
 
 logger = logging.getLogger(__name__)
 

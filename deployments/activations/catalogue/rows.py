@@ -8,12 +8,11 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from deployments.activations.catalogue.manifest import Manifest
-from deployments.activations.facts import Entry, PointType, RunFacts, StoredFile, name_of
+from deployments.activations.facts import RUN_FACTS, Entry, PointType, RunFacts, StoredFile, name_of
 from deployments.activations.files.disk import SessionFile, scan
 from deployments.activations.files.places import DamagedError
 from deployments.activations.files.sqlite import transaction
@@ -27,7 +26,7 @@ ON_DISK = "SELECT session, uri, bytes, modified_ns FROM files WHERE uri LIKE 'fi
 # A run that another file holds already stays that file's.
 _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,
     offset, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
-_FACT_NAMES = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
+_FACT_NAMES = [name for name in RUN_FACTS if name not in ("interventions", "text")]
 
 # A file that changed less than this before it was looked at may change again without showing another time.
 _TICK_NS = 2_000_000_000

@@ -88,7 +88,7 @@ class Home(NamedTuple):
 
 
 async def _fetch(run_id: str, batches: Sequence[Any]) -> list[Any]:
-    import pyarrow as pa  # here, see above
+    import pyarrow as pa  # only the actor needs it
 
     try:
         return [batch if isinstance(batch, pa.RecordBatch) else await batch for batch in batches]

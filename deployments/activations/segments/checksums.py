@@ -56,7 +56,7 @@ def layout(batch: pa.RecordBatch) -> str:
             words = f", {_json(_different(column))}"
         elif isinstance(column, pa.DictionaryArray):
             words = f", {_json(column.dictionary.to_pylist())}"
-        sum.update(f"[{_json(name)}, {rows}{words}]".encode())  # not a list as JSON: that takes ten times as long
+        sum.update(f"[{_json(name)}, {rows}{words}]".encode())  # a list as JSON takes several times as long
         if column.null_count:
             bits = np.unpackbits(np.frombuffer(column.buffers()[0], np.uint8), bitorder="little")
             sum.update(bits[column.offset : column.offset + len(column)].tobytes())

@@ -2,7 +2,7 @@
 
 A row is a captured token. Each point has a `fixed_shape_tensor` column named after it. Attention patterns, whose rows
 grow, have a `large_list` column with `[heads, tokens seen]` for each token. `docs/format.md` describes all of it.
-Needs no torch, which writers do without.
+This module does not import torch, because a writer does not need it.
 """
 
 from __future__ import annotations

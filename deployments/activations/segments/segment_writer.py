@@ -142,7 +142,7 @@ class Segment:
                 self.begin_sync()
                 self.end_sync()
         except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
-            self._refuse()
+            self._discard_partial_write()
         with contextlib.suppress(OSError, pa.ArrowException):  # what counts was fsynced before
             try:
                 if not self.rows:
@@ -161,14 +161,14 @@ class Segment:
             self._end = os.fstat(self._descriptor).st_size
         except (OSError, pa.ArrowException):
             self.broken = True
-            self._refuse()
+            self._discard_partial_write()
             raise
         self._batches += len(batches)
         self._new_rows += sum(batch.num_rows for batch in batches)
 
-    def _refuse(self) -> None:
-        """Take away what was written only in part."""
-        # The sink may hold some of it, which it would write after the cut.
+    def _discard_partial_write(self) -> None:
+        """Cut the file after its last whole run."""
+        # First close it: the sink may hold a part of the failed write, and would append that later.
         with contextlib.suppress(OSError, pa.ArrowException):
             self._file.close()
         self._cut(self.length, self.rows)

@@ -84,7 +84,7 @@ class OpenRuns:
         name, entry = chunk.name, None
         try:
             self._manager.check_fence(name.session_id, chunk.fence)
-            if self._manager.retention.has_quotas:
+            if self._manager.retention.has_quotas:  # else counting the bytes of each batch would be for nothing
                 before = self._open[name].segment.unfinished if name in self._open else 0
                 size = sum(batch.nbytes for batch in chunk.batches)
                 self._manager.make_room(name.session_id, size, chunk.most - before)

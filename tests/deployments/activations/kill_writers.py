@@ -23,7 +23,7 @@ from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.writer.recovery import recover
 from tests.deployments.activations.killed_writer import made
-from tests.deployments.activations.test_killed import KILLS, ClientLog, forking, moments
+from tests.deployments.activations.test_killed import KILLS, ClientLog, copied, forking, moments
 
 
 def looked_through(root: Path, known: ClientLog) -> tuple[int, int, int]:
@@ -67,12 +67,11 @@ def main() -> int:
                 killed += code == -signal.SIGKILL
                 stored += sum(words[0] == "stored" for words in said)
                 known.read(said)
-                going = shutil.ignore_patterns(".deleted-*")  # `rm` of the killed writer may still be at work
-                copy = shutil.copytree(root, Path(folder) / "after", ignore=going)
+                copy = copied(root, Path(folder) / "after")
                 _, gone, bad = looked_through(copy, known)
                 shutil.rmtree(copy)
                 lost, unreadable = lost + gone, unreadable + bad
-            shutil.rmtree(root, ignore_errors=True)  # for the same reason
+            shutil.rmtree(root, ignore_errors=True)  # an `rm` of the killed writer may still be at work
             print(f"{killed} killed, {stored} stored, {lost} lost, {unreadable} cannot be read", flush=True)
     return int(bool(lost or unreadable))
 

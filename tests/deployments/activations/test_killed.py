@@ -19,6 +19,7 @@ import torch
 
 from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.files.disk import DELETED
 from deployments.activations.segments.segments import whole_runs
 from deployments.activations.segments.verify import verify
 from deployments.activations.writer.recovery import recover
@@ -121,6 +122,11 @@ def moments(chance: random.Random, number: int) -> Iterator[dict[str, Any]]:
             yield {"at": [call, 1 + int(chance.paretovariate(0.5)) % (3 if call in SELDOM else 100), when]}
 
 
+def copied(root: Path, to: Path) -> Path:
+    """Copy what a killed writer left, without deleted sessions, which its `rm` may still be removing."""
+    return shutil.copytree(root, to, ignore=shutil.ignore_patterns(f"{DELETED}*"))
+
+
 def kill_again_and_again(forked, folder: Path, seed: int, kills: int) -> tuple[int, int]:
     """Kill writers below one root, each where the one before was killed; how many were, and what was stored."""
     root, known, chance, killed, stored = folder / "root", ClientLog(), random.Random(seed), 0, 0
@@ -136,8 +142,7 @@ def kill_again_and_again(forked, folder: Path, seed: int, kills: int) -> tuple[i
         sure = {name for name in known.stored if name[0] not in known.deleting}
         assert sure <= {(run["session_id"], run["run_id"]) for run in kept.runs(limit=None)} <= known.begun
         kept.close()
-        # The next writer finds all as it was left. `rm` of the killed one may still be at work.
-        copy = shutil.copytree(root, folder / f"after-{turn}", ignore=shutil.ignore_patterns(".deleted-*"))
+        copy = copied(root, folder / f"after-{turn}")  # the next writer finds all as it was left
         known.check(copy)
         shutil.rmtree(copy)
     return killed, stored
