@@ -35,7 +35,7 @@ def in_tiles(
         for first in range(0, count, most):
             out[first : first + most] = in_tiles(rows[first : first + most], width, product, sizes)
     else:
-        if more := sizes[bisect_left(sizes, count)] - count:
-            rows = functional.pad(rows, (0, 0, 0, more))
-        out = product(rows.contiguous())[:count].to(x.dtype)
+        more = sizes[bisect_left(sizes, count)] - count
+        out = product(functional.pad(rows, (0, 0, 0, more)))[:count] if more else product(rows.contiguous())
+        out = out.to(x.dtype)
     return out.reshape(*x.shape[:-1], width)

@@ -129,7 +129,7 @@ class _Layer(NamedTuple):
 class PagedCache(Cache):
     """The KV memory of all sequences: pages at fixed addresses, which sequences refer to by number.
 
-    On a CPU, the system allocates a page's memory when it is first written to.
+    On a CPU, the system allocates a page's memory when it is first written to, in pieces of 2 MiB if it can.
     """
 
     def __init__(self, pages: int = 1, like: PagedCache | None = None) -> None:
@@ -147,7 +147,7 @@ class PagedCache(Cache):
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.packed = Packed([])
         for index, layer in (like._layers if like is not None else {}).items():
-            self._layers[index] = _Layer(*(part.new_empty(pages, *part.shape[1:]) for part in layer))
+            self._layers[index] = _Layer(*(_allocated(part, pages, *part.shape[1:]) for part in layer))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -183,8 +183,8 @@ class PagedCache(Cache):
         if index not in self._layers:
             padded = -(-values.shape[3] // LANES) * LANES
             self._layers[index] = _Layer(
-                keys.new_empty(self._pages, keys.shape[1], keys.shape[3], PAGE),
-                values.new_empty(self._pages, values.shape[1], PAGE, padded),
+                _allocated(keys, self._pages, keys.shape[1], keys.shape[3], PAGE),
+                _allocated(values, self._pages, values.shape[1], PAGE, padded),
             )
         return self._layers[index]
 
@@ -215,16 +215,9 @@ class PagedCache(Cache):
 
     def release_from(self, page: int) -> None:
         """Return the memory of all pages from this one on to the system, on a CPU; their contents are lost."""
-        advice = getattr(mmap, "MADV_DONTNEED", None)
-        if advice is None:
-            return
-        libc = ctypes.CDLL(None)
         for part in (part for layer in self._layers.values() for part in layer):
-            if part.device.type == "cpu" and page < len(part):
-                begin = -(-part[page].data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-                size = (part.data_ptr() + part.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-                if size > 0:
-                    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
+            if page < len(part):
+                _advise(part, part[page].data_ptr(), "MADV_DONTNEED")
 
     @property
     def page_bytes(self) -> Counter[torch.device]:
@@ -238,3 +231,18 @@ class PagedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: each forward pass receives its positions."""
         return 0
+
+
+def _allocated(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """New memory of a shape. Huge pages save a tenth to a fifth of a decode's attention, which reads all of it."""
+    part = like.new_empty(shape)
+    _advise(part, part.data_ptr(), "MADV_HUGEPAGE")
+    return part
+
+
+def _advise(part: torch.Tensor, begin: int, advice: str) -> None:
+    """Tell the system how a tensor's memory is used from an address on, on a CPU, if it can be told."""
+    begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (part.data_ptr() + part.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if part.device.type == "cpu" and size > 0 and hasattr(mmap, advice):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), getattr(mmap, advice))

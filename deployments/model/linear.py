@@ -70,7 +70,7 @@ class LinearLayers:
     ) -> torch.Tensor:
         """Multiply x [..., inputs] by oneDNN, where that is on; returns [..., outputs]."""
         if self._used and x and x[0].dtype == weight.dtype and x[0].numel():
-            multiply: Any = torch.ops.mkldnn._linear_pointwise
+            multiply: Any = torch.ops.mkldnn._linear_pointwise.default
             return in_tiles(x[0], weight.shape[0], lambda rows: multiply(rows, weight, bias, "none", [], ""), SIZES)
         return plain(*x, **named)
 

@@ -18,6 +18,7 @@
 #define WIDTH 16
 #endif
 #define PAGE 16
+#define AHEAD 512 // numbers: how far ahead memory is fetched; a page's next head follows, so mostly it is read next
 #define LANES (WIDTH / 4)
 #define PARTS (PAGE / LANES) // vectors of a page's scores
 #if WIDTH == 64
@@ -126,6 +127,7 @@ static inline __attribute__((always_inline)) void scores_of(
     for (int32_t d = 0; d < head_dim; d++) {
         vec key[PARTS];
         for (int v = 0; v < PARTS; v++) key[v] = load(keys + d * PAGE + v * LANES);
+        __builtin_prefetch(keys + d * PAGE + AHEAD);
         for (int n = 0; n < count; n++)
             for (int v = 0; v < PARTS; v++) sum[n * PARTS + v] += query[d * MOST + n] * key[v];
     }
@@ -143,6 +145,7 @@ static inline __attribute__((always_inline)) void outputs_of(
     for (int32_t j = 0; j < tokens; j++) {
         vec value[2];
         for (int w = 0; w < wide_by; w++) value[w] = load(values + j * dim + w * LANES);
+        for (int w = 0; w < wide_by; w++) __builtin_prefetch(values + j * dim + w * LANES + AHEAD);
         for (int n = 0; n < count; n++) {
             const float weight = weights[n * stride + j];
             for (int w = 0; w < wide_by; w++) sum[n * wide_by + w] += weight * value[w];
@@ -175,11 +178,6 @@ static inline int32_t reads_until(int32_t position, int32_t p) {
     return high < 0 ? 0 : high > PAGE ? PAGE : high;
 }
 
-// Pages lie anywhere: the processor's own prefetching ends with each.
-static inline void prefetch(const number *from, int64_t numbers) {
-    for (int64_t i = 0; i < numbers; i += 64 / sizeof(number)) __builtin_prefetch(from + i);
-}
-
 static void add_values(const Call *c, const float *weights, int64_t stride, const number *values, int count, vec *out,
                        int32_t position, int32_t p) {
     const int32_t begin = reads_from(c, position, p), tokens = reads_until(position, p) - begin;
@@ -193,32 +191,33 @@ static void add_values(const Call *c, const float *weights, int64_t stride, cons
         DISPATCH(count, outputs_of(weights, stride, values + w * LANES, dim, tokens, N, out + w, chunks, 1));
 }
 
-// `count` query vectors, at most MOST, of one key head: vector n is of row rows[n] and head heads[n].
-static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const int32_t *heads, int count, float *query,
-                   vec *scores, int64_t stride, vec *out) {
-    const int64_t key_numbers = c->head_dim * PAGE, value_numbers = PAGE * c->value_dim;
+// `count` query vectors, at most MOST, of each of `kv_heads` key heads from `kv_head` on: vector n is of row rows[n],
+// and of head heads[n] of the first key head.
+static void attend(const Call *c, int32_t kv_head, int32_t kv_heads, const int32_t *rows, const int32_t *heads,
+                   int count, float *query, vec *scores, int64_t stride, vec *out) {
     const int32_t *pages = c->pages + c->table[rows[0]];
     const int32_t last = c->position[rows[count - 1]], first = c->position[rows[0]];
     const int32_t from = c->window && first - c->window + 1 > 0 ? (first - c->window + 1) / PAGE : 0;
-    const int32_t until = last / PAGE + 1, chunks = c->value_dim / LANES;
-    for (int n = 0; n < count; n++) {
-        const number *q = c->query + rows[n] * c->query_row + heads[n] * c->query_head;
-        for (int32_t d = 0; d < c->head_dim; d++) query[d * MOST + n] = wide(q[d]) * c->scaling;
-    }
-    for (int32_t p = from; p < until; p++) {
-        const number *keys = c->keys + keys_at(c, pages[p], kv_head);
-        if (p + 1 < until)
-            prefetch(c->keys + keys_at(c, pages[p + 1], kv_head), key_numbers);
-        else
-            prefetch(c->values + values_at(c, pages[from], kv_head), value_numbers);
-        DISPATCH(count, scores_of(query, keys, c->head_dim, N, scores + (p - from) * PARTS, stride));
-    }
-    float total[MOST];
+    const int32_t until = last / PAGE + 1, chunks = c->value_dim / LANES, group = c->heads / c->kv_heads;
+    const int64_t query_size = c->head_dim * MOST, scores_size = count * stride, out_size = count * chunks;
+    for (int32_t h = 0; h < kv_heads; h++)
+        for (int n = 0; n < count; n++) {
+            const number *q = c->query + rows[n] * c->query_row + (heads[n] + h * group) * c->query_head;
+            for (int32_t d = 0; d < c->head_dim; d++) query[h * query_size + d * MOST + n] = wide(q[d]) * c->scaling;
+        }
+    for (int32_t p = from; p < until; p++)
+        for (int32_t h = 0; h < kv_heads; h++) {
+            const number *keys = c->keys + keys_at(c, pages[p], kv_head + h);
+            vec *to = scores + h * scores_size + (p - from) * PARTS;
+            DISPATCH(count, scores_of(query + h * query_size, keys, c->head_dim, N, to, stride));
+        }
+    float total[kv_heads * count];
     ivec lane;
     for (int l = 0; l < LANES; l++) lane[l] = l;
     const int32_t begin = from * PARTS, end = until * PARTS; // vectors of scores
-    for (int n = 0; n < count; n++) {
-        vec *mine = scores + n * stride;
+    for (int i = 0; i < kv_heads * count; i++) {
+        const int n = i % count, head = heads[n] + i / count * group;
+        vec *mine = scores + i * stride;
         const int32_t position = c->position[rows[n]], low = c->window ? position - c->window : -1;
         const vec least = (vec){} - INFINITY;
         vec most = least;
@@ -231,7 +230,7 @@ static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const in
             mine[v - begin] = x;
             most = choose(x > most, x, most);
         }
-        float top = c->sinks ? c->sinks[heads[n]] : -INFINITY;
+        float top = c->sinks ? c->sinks[head] : -INFINITY;
         for (int l = 0; l < LANES; l++) top = most[l] > top ? most[l] : top;
         vec sum = {};
         for (int32_t v = begin; v < end; v++) {
@@ -240,29 +239,31 @@ static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const in
             mine[v - begin] = weight;
             sum += weight;
         }
-        total[n] = c->sinks ? expf(c->sinks[heads[n]] - top) : 0.0f;
-        for (int l = 0; l < LANES; l++) total[n] += sum[l];
+        total[i] = c->sinks ? expf(c->sinks[head] - top) : 0.0f;
+        for (int l = 0; l < LANES; l++) total[i] += sum[l];
     }
-    for (int32_t i = 0; i < count * chunks; i++) out[i] = (vec){};
-    for (int32_t p = from; p < until; p++) {
-        const number *values = c->values + values_at(c, pages[p], kv_head);
-        const float *weights = (const float *)(scores + (p - from) * PARTS);
-        if (p + 1 < until) prefetch(c->values + values_at(c, pages[p + 1], kv_head), value_numbers);
-        if (reads_from(c, first, p) == reads_from(c, last, p) && reads_until(first, p) == reads_until(last, p))
-            add_values(c, weights, stride * LANES, values, count, out, first, p);
-        else // a value that a row does not read may not be finite, and would reach it even with a weight of 0
-            for (int n = 0; n < count; n++)
-                add_values(c, weights + n * stride * LANES, 0, values, 1, out + n * chunks, c->position[rows[n]], p);
-    }
-    for (int n = 0; n < count; n++) {
-        number *to = c->out + ((int64_t)rows[n] * c->heads + heads[n]) * c->value_width;
-        const float *from_out = (const float *)(out + n * chunks);
-        for (int32_t d = 0; d < c->value_width; d++) to[d] = narrow(from_out[d] / total[n]);
+    for (int32_t i = 0; i < kv_heads * out_size; i++) out[i] = (vec){};
+    for (int32_t p = from; p < until; p++)
+        for (int32_t h = 0; h < kv_heads; h++) {
+            const number *values = c->values + values_at(c, pages[p], kv_head + h);
+            const float *weights = (const float *)(scores + h * scores_size + (p - from) * PARTS);
+            vec *to = out + h * out_size;
+            if (reads_from(c, first, p) == reads_from(c, last, p) && reads_until(first, p) == reads_until(last, p))
+                add_values(c, weights, stride * LANES, values, count, to, first, p);
+            else // a value that a row does not read may not be finite, and would reach it even with a weight of 0
+                for (int n = 0; n < count; n++)
+                    add_values(c, weights + n * stride * LANES, 0, values, 1, to + n * chunks, c->position[rows[n]], p);
+        }
+    for (int i = 0; i < kv_heads * count; i++) {
+        const int32_t head = heads[i % count] + i / count * group;
+        number *to = c->out + ((int64_t)rows[i % count] * c->heads + head) * c->value_width;
+        const float *from_out = (const float *)(out + i * chunks);
+        for (int32_t d = 0; d < c->value_width; d++) to[d] = narrow(from_out[d] / total[i]);
     }
 }
 
-static void unit(const Call *c, int32_t first, int32_t rows, int32_t kv_head, float *query, vec *scores, int64_t stride,
-                 vec *out) {
+static void unit(const Call *c, int32_t first, int32_t rows, int32_t kv_head, int32_t kv_heads, float *query,
+                 vec *scores, int64_t stride, vec *out) {
     const int32_t group = c->heads / c->kv_heads;
     int32_t of_row[MOST], of_head[MOST];
     int count = 0;
@@ -271,11 +272,11 @@ static void unit(const Call *c, int32_t first, int32_t rows, int32_t kv_head, fl
             of_row[count] = row;
             of_head[count++] = kv_head * group + g;
             if (count == MOST) {
-                attend(c, kv_head, of_row, of_head, count, query, scores, stride, out);
+                attend(c, kv_head, kv_heads, of_row, of_head, count, query, scores, stride, out);
                 count = 0;
             }
         }
-    if (count) attend(c, kv_head, of_row, of_head, count, query, scores, stride, out);
+    if (count) attend(c, kv_head, kv_heads, of_row, of_head, count, query, scores, stride, out);
 }
 
 // Writes the rows' keys and values into their pages, then attends. Returns 0, or 1 where there is no memory.
@@ -284,11 +285,15 @@ int paged_attention(const Call *c) {
     int32_t longest = 0;
     for (int32_t row = 0; row < c->rows; row++)
         if (c->position[row] >= longest) longest = c->position[row] + 1;
-    const int64_t stride = ((longest + PAGE - 1) / PAGE + 1) * PARTS;
+    const int64_t stride = ((longest + PAGE - 1) / PAGE + 1) * PARTS, tasks = (int64_t)c->unit_count * c->kv_heads;
+    // A single row's key heads are read together, as one stream through each page, if that leaves work for each thread.
+    const int64_t share = tasks / (4 * c->threads), group = c->heads / c->kv_heads;
+    const int32_t together = share < 1 ? 1 : share < c->kv_heads ? (int32_t)share : c->kv_heads;
+    const int64_t grouped = together * (group < MOST ? group : MOST), vectors = grouped < MOST ? MOST : grouped;
 #pragma omp parallel num_threads(c->threads)
     {
         store(c);
-        const int64_t sizes[3] = {MOST * c->head_dim * 4, MOST * stride * WIDTH, MOST * c->value_dim * 4};
+        const int64_t sizes[3] = {together * MOST * c->head_dim * 4, vectors * stride * WIDTH, vectors * c->value_dim * 4};
         char *memory = aligned_alloc(64, (size_t)(sizes[0] + sizes[1] + sizes[2] + 191) / 64 * 64);
         if (!memory) {
 #pragma omp atomic write
@@ -298,11 +303,12 @@ int paged_attention(const Call *c) {
         vec *out = (vec *)(memory + sizes[1]);
         float *query = (float *)(memory + sizes[1] + sizes[2]);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < (int64_t)c->unit_count * c->kv_heads; i++) {
-            if (!memory) continue;
+        for (int64_t i = 0; i < tasks; i++) {
             // The longest rows of a prompt are its last: from them on, so that no thread is left with one at the end.
-            const int64_t u = c->unit_count - 1 - i / c->kv_heads;
-            unit(c, c->units[2 * u], c->units[2 * u + 1], (int32_t)(i % c->kv_heads), query, scores, stride, out);
+            const int32_t *of = c->units + 2 * (c->unit_count - 1 - i / c->kv_heads), head = (int32_t)(i % c->kv_heads);
+            const int32_t most = of[1] == 1 ? together : 1, left = c->kv_heads - head;
+            if (!memory || head % most) continue;
+            unit(c, of[0], of[1], head, most < left ? most : left, query, scores, stride, out);
         }
         free(memory);
     }
