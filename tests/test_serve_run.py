@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 
+import click
 import httpx
 import pytest
 from ray import serve
@@ -87,6 +88,19 @@ def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(s
     run = meta["runs"][0]
     uri = run["points"]["layers.2.input_layernorm.output"]["uri"]
     assert len(load(uri, run_id=run["run_id"]).token_ids) == run["tokens"] == run["prompt_tokens"] + 800
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux schedules batch work")
+@pytest.mark.parametrize("running", [None, "127.0.0.1:6379"])
+def test_the_processes_of_a_ray_that_serve_run_starts_do_not_interrupt_the_model(running, monkeypatch):
+    monkeypatch.setattr("serve_app.read_ray_address", lambda: running)
+    try:
+        with click.Context(click.Command("run"), info_name="run"):
+            build_app({"model_id": "mine"})
+        child = subprocess.run(["chrt", "--pid", "0"], capture_output=True, text=True, check=True).stdout
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    assert ("SCHED_BATCH" in child) == (running is None)
 
 
 def test_a_bad_option_ends_serve_run_with_its_name(served):

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +65,8 @@ def vitrine(model: Path, *, flags: Mapping[str, str] | None = None, options: Seq
         directory, port = Path(name), free_port()
         address = f"127.0.0.1:{free_port()}"
         env = _ray_environment(directory, address) | dict(flags or {})
-        head = [str(BIN / "ray"), "start", "--head", f"--port={address.split(':')[1]}", "--node-ip-address=127.0.0.1"]
+        head = ["chrt", "--batch", "0"] if shutil.which("chrt") else []  # as `serve run` starts a Ray of its own
+        head += [str(BIN / "ray"), "start", "--head", f"--port={address.split(':')[1]}", "--node-ip-address=127.0.0.1"]
         head += [f"--dashboard-port={free_port()}", f"--temp-dir={directory / 'ray'}", "--block"]
         head_log, serve_log = directory / "head.log", directory / "serve.log"
         run = [str(BIN / "serve"), "run", "serve_app:build_app", f"model={model}", "model_id=measured", *options]
