@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 
 import click
@@ -94,13 +95,16 @@ def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(s
 @pytest.mark.parametrize("running", [None, "127.0.0.1:6379"])
 def test_the_processes_of_a_ray_that_serve_run_starts_do_not_interrupt_the_model(running, monkeypatch):
     monkeypatch.setattr("serve_app.read_ray_address", lambda: running)
+    before = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     try:
         with click.Context(click.Command("run"), info_name="run"):
             build_app({"model_id": "mine"})
-        child = subprocess.run(["chrt", "--pid", "0"], capture_output=True, text=True, check=True).stdout
+        child = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"]
+        policy = int(subprocess.run(child, capture_output=True, text=True, check=True).stdout)
     finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    assert ("SCHED_BATCH" in child) == (running is None)
+        os.sched_setscheduler(0, before, os.sched_param(0))
+    assert policy == (os.SCHED_OTHER if running else os.SCHED_BATCH)
 
 
 def test_a_bad_option_ends_serve_run_with_its_name(served):

@@ -234,7 +234,7 @@ class PagedCache(Cache):
 
 
 def _allocated(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """New memory of a shape. Huge pages save a tenth to a fifth of a decode's attention, which reads all of it."""
+    """New memory of a shape. With huge pages, a decode's attention takes a tenth to a fifth less time."""
     part = like.new_empty(shape)
     _advise(part, part.data_ptr(), "MADV_HUGEPAGE")
     return part

@@ -18,7 +18,8 @@
 #define WIDTH 16
 #endif
 #define PAGE 16
-#define AHEAD 512 // numbers: how far ahead memory is fetched; a page's next head follows, so mostly it is read next
+#define AHEAD 512 // numbers: how far ahead memory is fetched; a page's heads follow each other
+#define MOST_SCORES (4 << 20) // bytes of a thread, for several key heads together
 #define LANES (WIDTH / 4)
 #define PARTS (PAGE / LANES) // vectors of a page's scores
 #if WIDTH == 64
@@ -282,14 +283,26 @@ static void unit(const Call *c, int32_t first, int32_t rows, int32_t kv_head, in
 // Writes the rows' keys and values into their pages, then attends. Returns 0, or 1 where there is no memory.
 int paged_attention(const Call *c) {
     int failed = 0;
-    int32_t longest = 0;
+    int32_t longest = 0, longest_single = 0;
+    int64_t singles = 0; // keys of all single rows
     for (int32_t row = 0; row < c->rows; row++)
         if (c->position[row] >= longest) longest = c->position[row] + 1;
+    for (int32_t u = 0; u < c->unit_count; u++) {
+        if (c->units[2 * u + 1] != 1) continue;
+        const int32_t position = c->position[c->units[2 * u]];
+        const int32_t keys = c->window && c->window <= position ? c->window : position + 1;
+        singles += keys;
+        if (keys > longest_single) longest_single = keys;
+    }
     const int64_t stride = ((longest + PAGE - 1) / PAGE + 1) * PARTS, tasks = (int64_t)c->unit_count * c->kv_heads;
-    // A single row's key heads are read together, as one stream through each page, if that leaves work for each thread.
-    const int64_t share = tasks / (4 * c->threads), group = c->heads / c->kv_heads;
+    // A single row's key heads are read together, as one stream through each page: so many that the longest row's are at
+    // most a fourth of a thread's work, and that their scores take little memory.
+    const int64_t group = c->heads / c->kv_heads < MOST ? c->heads / c->kv_heads : MOST;
+    const int64_t most = MOST_SCORES / (group * stride * WIDTH);
+    int64_t share = longest_single ? singles * c->kv_heads / ((int64_t)4 * c->threads * longest_single) : 1;
+    share = share < most ? share : most;
     const int32_t together = share < 1 ? 1 : share < c->kv_heads ? (int32_t)share : c->kv_heads;
-    const int64_t grouped = together * (group < MOST ? group : MOST), vectors = grouped < MOST ? MOST : grouped;
+    const int64_t vectors = together * group < MOST ? MOST : together * group;
 #pragma omp parallel num_threads(c->threads)
     {
         store(c);
@@ -306,9 +319,9 @@ int paged_attention(const Call *c) {
         for (int64_t i = 0; i < tasks; i++) {
             // The longest rows of a prompt are its last: from them on, so that no thread is left with one at the end.
             const int32_t *of = c->units + 2 * (c->unit_count - 1 - i / c->kv_heads), head = (int32_t)(i % c->kv_heads);
-            const int32_t most = of[1] == 1 ? together : 1, left = c->kv_heads - head;
-            if (!memory || head % most) continue;
-            unit(c, of[0], of[1], head, most < left ? most : left, query, scores, stride, out);
+            const int32_t step = of[1] == 1 ? together : 1, left = c->kv_heads - head;
+            if (!memory || head % step) continue;
+            unit(c, of[0], of[1], head, step < left ? step : left, query, scores, stride, out);
         }
         free(memory);
     }

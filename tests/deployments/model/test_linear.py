@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,14 +87,14 @@ def test_few_numbers_of_rows_reach_onednn_which_keeps_code_for_each(monkeypatch)
         seen.add(len(x))
         return x.new_zeros(len(x), weight.shape[0])
 
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=product))
     module = nn.Linear(4, 4).requires_grad_(False)
     layers = LinearLayers(module, "m")
     with layers.used():
         for rows in (*range(1, 1100), 5000):
             assert module(torch.randn(rows, 4)).shape == (rows, 4)
     assert seen == set(SIZES)
-    assert len(SIZES) < 30
+    assert len(SIZES) <= 50
 
 
 def test_copies_for_which_memory_runs_out_are_left_out(monkeypatch):
