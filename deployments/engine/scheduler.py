@@ -15,7 +15,6 @@ from deployments.model.kv_cache import PAGE
 MIN_PROMPT_TOKENS = 32  # of a forward pass: without memory for these, a request cannot be served
 STREAM_PARTS = 5, 16  # while streams decode: one forward pass runs at most and at least 1/n of the prompt tokens
 STREAM_ROWS = 3  # prompt tokens for each decoding row, within these limits: a step then takes about two decodes' time
-WAITING_ROWS = 6  # more for each sequence by which those that do not decode yet outnumber the others: fewer streams pause
 MOST_OVERTAKING = 64  # later sequences admitted before one that does not fit yet
 MOST_BLOCKED = 16  # sequences that do not fit; a step then stops searching
 MOST_LOOKUPS = 2  # searches for shared prefixes in one step; each takes time proportional to the prefix's length
@@ -125,12 +124,10 @@ class Scheduler:
                 self.preempt(max(self.running, key=lambda other: other.arrival))
         return [seq for seq in self.running if seq.decodes]
 
-    def _beside_streams(self, decoding: int) -> int:
+    def _beside_streams(self, rows: int) -> int:
         """The most prompt tokens beside this many decoding rows, so that streams do not pause for long."""
         most, least = (self.tokens // part for part in STREAM_PARTS)
-        waiting = min(self.max_sequences, len(self.running) + len(self.waiting)) - decoding
-        wanted = STREAM_ROWS * decoding + WAITING_ROWS * max(0, waiting - decoding)
-        return max(MIN_PROMPT_TOKENS, least, min(most, wanted))
+        return max(MIN_PROMPT_TOKENS, least, min(most, STREAM_ROWS * rows))
 
     def _prompts(self, left: int) -> list[Piece]:
         """Pieces of running prompts, then of waiting ones, as far as they fit.

@@ -119,16 +119,6 @@ def test_a_long_prompt_goes_in_pieces_while_somebody_reads_a_stream(streamed, st
     assert engine.statistics.tokens - before == 1 + steps  # a decode of the first beside each piece
 
 
-def test_pieces_are_larger_while_more_wait_for_their_first_token_than_decode(build, byte_tokenizer, prompt):
-    model = Model(build("qwen3", num_hidden_layers=1, max_position_embeddings=1024), byte_tokenizer, "qwen3")
-    engine = Engine(model, prefill_tokens=260)  # 52 tokens at most beside a stream, at least 32
-    engine.submit(Request("first", prompt(5), 100, ignore_eos=True, streamed=True))
-    engine.step()
-    for number in range(8):
-        engine.submit(Request(str(number), [number + 1, *prompt(19)], 1))  # they share no prefix
-    assert {event.id for event in engine.step()} == {"first", "0", "1"}
-
-
 def test_a_long_prompt_stops_no_short_one(tiny, prompt):
     engine = Engine(tiny("qwen3"), prefill_tokens=32)
     engine.submit(Request("stream", prompt(4), 60, ignore_eos=True, streamed=True))
