@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -153,6 +153,15 @@ def _demo() -> Model:
 def _one_thread() -> None:
     """Matrices this small only lose by more threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Enough for torch to divide large loops, and for the attention kernel to divide heads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=SERVED)

@@ -36,15 +36,6 @@ def invariant(request, build, byte_tokenizer):
     return Model(hf, byte_tokenizer, architecture, batch_invariant=True)
 
 
-@pytest.fixture
-def two_threads():
-    """Enough for torch to divide large loops."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def requests(model, prompt, capturing, lengths):
     """Greedy and drawn ones, which record all they have and its likelihood."""
     common = [prompt(2 * PAGE)[: length // 2] for length in lengths]  # beginnings that they share

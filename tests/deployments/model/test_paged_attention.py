@@ -13,14 +13,6 @@ SIZE = 24
 SPANS = [(70, 1), (3, 1), (0, 1), (0, 40), (100, 3), *((20 + n, 1) for n in range(12))]  # (start, tokens)
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("window", [0, 19])
 @pytest.mark.parametrize(("kv_heads", "group"), [(5, 9), (4, 2), (1, 1)])
@@ -44,9 +36,8 @@ def test_a_row_alone_has_the_bits_that_it_has_beside_others(kv_heads, group, win
     layer.values.normal_()
 
     def attend(of: list[TokenSpan], first: int, count: int) -> torch.Tensor:
-        cache.packed = Packed(of)
         parts = (tensor[:, :, first : first + count].contiguous() for tensor in (query, key, value))
-        return attention._by_kernel(run, cache.packed, layer, *parts, softmax)
+        return attention._by_kernel(run, Packed(of), layer, *parts, softmax)
 
     together, first = attend(spans, 0, rows), 0
     for span in spans:
