@@ -51,7 +51,7 @@ def open_socket():
     return next(int(fd) for fd in os.listdir('/proc/self/fd') if os.readlink(f'/proc/self/fd/{fd}')[:6] == 'socket')
 def larger_stack():
     libc.mremap.restype, pages = ctypes.c_void_p, [line for line in open('/proc/self/maps') if '[stack]' in line]
-    page = ctypes.c_void_p(int(pages[0].split('-')[1].split()[0], 16) - 4096)
+    page = ctypes.c_void_p(int(pages[0].split('-')[0], 16))  # the lowest: a copied page is left empty
     if (libc.mremap(page, ctypes.c_size_t(4096), ctypes.c_size_t(4096), 5, None) or 0) == 2 ** 64 - 1:  # a copy
         raise OSError(ctypes.get_errno(), 'mremap')
 def call(function, *args):
