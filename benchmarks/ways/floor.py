@@ -67,7 +67,7 @@ def floor(model: Model, rows: int, device: str, repeats: int = 20) -> Floor:
     }
 
     def products() -> None:
-        with model.linear.used():
+        with model.fast_layers.turned_on():
             for module in linear:
                 module.forward(inputs[module.in_features])
 

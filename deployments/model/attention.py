@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.modeling_utils import AttentionInterface
 
 from deployments.model.kv_cache import PAGE, Packed, PagedCache, TokenSpan
-from deployments.model.native import Call, kernel
+from deployments.model.native import Call, attention_kernel
 from deployments.model.packing import UnsupportedModelError
 from deployments.places.attention_patterns import ROWS, patterns_of
 
@@ -124,7 +124,7 @@ def _attend(
     layer = cache.take_new(key, sliding_window or 0)
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     softmax = _Softmax(scaling, sliding_window or 0, softcap or 0.0, s_aux)
-    run = kernel(query.dtype) if query.device.type == "cpu" else None
+    run = attention_kernel(query.dtype) if query.device.type == "cpu" else None
     if run:
         query, key, value = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (query, key, value))
         out = _by_kernel(run, cache.packed, layer, query, key, value, softmax)

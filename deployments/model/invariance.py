@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
-from deployments.model.native import kernel
+from deployments.model.native import attention_kernel
 from deployments.model.packing import TOLERANCE, Model, UnsupportedModelError, relative_error
 from deployments.tiles import in_tiles
 
@@ -45,7 +45,7 @@ def make_batch_invariant(model: Model) -> None:
     hf = model.hf
     if not model.packs:
         raise UnsupportedModelError("batch_invariant needs a model whose sequences share forwards; this one's do not")
-    if hf.device.type != "cpu" or kernel(hf.dtype) is None:
+    if hf.device.type != "cpu" or attention_kernel(hf.dtype) is None:
         raise UnsupportedModelError(
             "batch_invariant needs the attention kernel: a CPU, float32 or bfloat16, and a C compiler (cc)"
         )

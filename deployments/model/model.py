@@ -14,8 +14,10 @@ from deployments.model.attention import configs_of, packed_attention
 from deployments.model.hooks import Hooks, Readers, Visit
 from deployments.model.invariance import make_batch_invariant
 from deployments.model.kv_cache import Packed, PagedCache, TokenSpan
-from deployments.model.linear import LinearLayers
+from deployments.model.linear import replace_linear_layers
+from deployments.model.norms import replace_rms_norms
 from deployments.model.packing import UnsupportedModelError, find_packing
+from deployments.model.switch import Switch
 from deployments.model.unembedding import Unembedding
 from deployments.model.weights import SharedWeights
 from deployments.places.place import Place
@@ -47,7 +49,7 @@ class Model:
         longest_token: The most characters of a token.
         eos: Token ids that end a text.
         head: The path of the module that returns the logits.
-        linear: Its linear layers, which forward passes here run by oneDNN on a CPU.
+        fast_layers: Lets linear layers and norms on a CPU run by faster functions, as forward passes here do.
         packs: Whether sequences share a forward pass; otherwise they run one at a time.
         batch_invariant: Whether a sequence has the same bits beside any other sequences.
         shared: The data with which other processes run it on the same weights; None if they may not.
@@ -69,7 +71,9 @@ class Model:
             raise UnsupportedModelError(f"{name} has no fast tokenizer, which streaming text needs")
         self.name = name
         self.hf = hf.eval().requires_grad_(False)
-        self.linear = LinearLayers(self.hf, name)
+        self.fast_layers = Switch()
+        replace_linear_layers(self.hf, name, self.fast_layers)
+        replace_rms_norms(self.hf, self.fast_layers)
         self.tokenizer = tokenizer
         self.config = hf.config.get_text_config()
         self.context = _context(self.config, context)
@@ -89,7 +93,7 @@ class Model:
         self.batch_invariant = batch_invariant
         if batch_invariant:
             make_batch_invariant(self)
-        self.unembedding = Unembedding(hf, self.points, self.linear)
+        self.unembedding = Unembedding(hf, self.points, self.fast_layers)
 
     @functools.cached_property
     def nnsight(self) -> Any:
@@ -154,13 +158,13 @@ class Model:
         try:
             if self.packs:
                 cache.packed = packed
-                with packed_attention(self._configs, cache, self.batch_invariant), self.linear.used():
+                with packed_attention(self._configs, cache, self.batch_invariant), self.fast_layers.turned_on():
                     logits = self._visited(inputs | {"past_key_values": cache}, places, visit, readers)
             else:
                 (span,) = spans
                 lone = span.kv.lone = span.kv.lone or DynamicCache()
                 _cut_back(lone, span.start)  # a failed forward pass may have left more in some layers
-                with self.linear.used():
+                with self.fast_layers.turned_on():
                     logits = self._visited(inputs | {"past_key_values": lone}, places, visit, readers)
         finally:
             self._wanted = None

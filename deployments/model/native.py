@@ -1,4 +1,4 @@
-"""The attention kernel for CPUs: compiled by the machine's C compiler at first use, and cached on disk."""
+"""The functions in C for CPUs: compiled by the machine's C compiler at first use, and cached on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-SOURCE = Path(__file__).with_name("paged_attention.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "paged_attention.c", "rms_norm.c"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
 KINDS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DHALF",)}
 TIMEOUT_S = 120  # for the compiler
@@ -41,28 +41,43 @@ class Call(ctypes.Structure):
 
 
 @functools.cache
-def kernel(dtype: torch.dtype) -> Callable[[Any], int] | None:
-    """The compiled function for keys and values of a dtype.
-
-    Returns:
-        The function; None for another dtype or without a compiler. Attention then uses torch and is slower.
-    """
-    if dtype not in KINDS:
+def attention_kernel(dtype: torch.dtype) -> Callable[[Any], int] | None:
+    """`paged_attention` for keys and values of a dtype; None for another dtype or without a compiler."""
+    library = _library(dtype)
+    if library is None:
         return None
-    try:
-        function = ctypes.CDLL(str(_built(KINDS[dtype]))).paged_attention
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
-        said = getattr(error, "stderr", None)
-        logger.warning(
-            "the attention kernel could not be compiled, so torch's slower operations are used: %s", said or error
-        )
-        return None
+    function = library.paged_attention
     function.argtypes, function.restype = [ctypes.POINTER(Call)], ctypes.c_int
     return function
 
 
+@functools.cache
+def rms_norm_kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+    """`rms_norm` for rows of a dtype; None for another dtype or without a compiler."""
+    library = _library(dtype)
+    if library is None:
+        return None
+    function = library.rms_norm
+    tensors, numbers = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
+    function.argtypes, function.restype = [*tensors, *numbers, ctypes.c_float, ctypes.c_int32, ctypes.c_int32], None
+    return function
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The compiled functions for numbers of a dtype; None where torch's slower operations do their work."""
+    if dtype not in KINDS:
+        return None
+    try:
+        return ctypes.CDLL(str(_built(KINDS[dtype])))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
+        said = getattr(error, "stderr", None)
+        logger.warning("the kernels could not be compiled, so torch's slower operations are used: %s", said or error)
+        return None
+
+
 def _built(flags: tuple[str, ...]) -> Path:
-    """The library for this source, compiler and processor.
+    """The library for these sources, compiler and processor.
 
     Raises:
         OSError: There is no compiler, or no directory to write to.
@@ -72,15 +87,23 @@ def _built(flags: tuple[str, ...]) -> Path:
     if compiler is None:
         raise FileNotFoundError("there is no C compiler: install gcc or clang")
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
-    parts = (SOURCE.read_text(), version.stdout, *FLAGS, *flags, platform.machine(), _processor())
+    parts = (
+        *(source.read_text() for source in SOURCES),
+        version.stdout,
+        *FLAGS,
+        *flags,
+        platform.machine(),
+        _processor(),
+    )
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrine"
-    built = folder / f"attention-{name}.so"
+    built = folder / f"kernels-{name}.so"
     if not built.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # a concurrent process replaces it by the same file
-            made = Path(scratch) / "attention.so"
-            command = [compiler, *FLAGS, *flags, "-o", str(made), str(SOURCE), "-lm"]
+            made = Path(scratch) / "kernels.so"
+            compiled = [str(source) for source in SOURCES if source.suffix == ".c"]
+            command = [compiler, *FLAGS, *flags, "-o", str(made), *compiled, "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
             made.replace(built)
     return built

@@ -4,63 +4,19 @@
 // other rows there are. Layouts: keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE, value_dim]
 // with value_dim a multiple of 16.
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
-// A vector is as wide as the processor's registers: of wider ones compilers make code that is several times as slow.
-#if defined(__AVX512F__)
-#define WIDTH 64
-#elif defined(__AVX__)
-#define WIDTH 32
-#else
-#define WIDTH 16
-#endif
+#include <math.h>
+#include <stdlib.h>
+
 #define PAGE 16
 #define AHEAD 512 // numbers: how far ahead memory is fetched; a page's heads follow each other
 #define MOST_SCORES (4 << 20) // bytes of a thread, for several key heads together
-#define LANES (WIDTH / 4)
 #define PARTS (PAGE / LANES) // vectors of a page's scores
 #if WIDTH == 64
 #define MOST 8 // query vectors that share a pass over the keys; their sums stay in registers, of which there are 32
 #else
 #define MOST 6 // of 32 registers with 4 lanes (24 sums), or 16 with 8 (12)
-#endif
-
-typedef float vec __attribute__((vector_size(WIDTH)));
-typedef int32_t ivec __attribute__((vector_size(WIDTH)));
-typedef uint32_t uvec __attribute__((vector_size(WIDTH)));
-typedef uint16_t hvec __attribute__((vector_size(WIDTH / 2)));
-
-#ifdef HALF // bfloat16
-typedef uint16_t number;
-static inline vec load(const number *from) {
-    hvec bits;
-    memcpy(&bits, from, sizeof bits);
-    return (vec)(__builtin_convertvector(bits, uvec) << 16);
-}
-static inline float wide(number x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, sizeof y);
-    return y;
-}
-static inline number narrow(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if (x != x) return 0x7fc0;
-    return (number)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-#else
-typedef float number;
-static inline vec load(const number *from) {
-    vec x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-static inline float wide(number x) { return x; }
-static inline number narrow(float x) { return x; }
 #endif
 
 typedef struct {

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from deployments.errors import RequestError
-from deployments.model.linear import LinearLayers
 from deployments.model.packing import TOLERANCE, relative_error
+from deployments.model.switch import Switch
 from deployments.places.points import Points
 from deployments.places.watching import first_tensor, with_first
 
@@ -29,15 +29,15 @@ class Unembedding:
     """
 
     @torch.inference_mode()
-    def __init__(self, hf: Any, points: Points, linear: LinearLayers) -> None:
+    def __init__(self, hf: Any, points: Points, fast_layers: Switch) -> None:
         """Test it with the last layer's output, whose logits are known.
 
         Args:
             hf: A Hugging Face causal language model.
             points: The model's points.
-            linear: The model's linear layers.
+            fast_layers: The model's.
         """
-        self._linear = linear
+        self._fast_layers = fast_layers
         self._hf = hf
         self._stem, _, self._name = points.layers.rpartition(".")
         self.vocabulary: int = hf.get_output_embeddings().out_features
@@ -62,7 +62,7 @@ class Unembedding:
         rows = rows.to(self.device)
         stem._modules[self._name] = nn.ModuleList([_Layers(with_first(self._given, rows[:, None]))])
         try:
-            with self._linear.used():
+            with self._fast_layers.turned_on():
                 return self._hf(input_ids=ids, use_cache=False).logits[:, -1]  # type: ignore[no-any-return]
         finally:
             stem._modules[self._name] = layers

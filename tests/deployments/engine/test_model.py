@@ -102,7 +102,7 @@ def test_float16_models_are_served(build, byte_tokenizer, prompt):
 def test_without_a_compiler_torchs_operations_give_the_same(
     architecture, build, byte_tokenizer, prompt, capturing, lone_values, assert_rows_close, monkeypatch
 ):
-    monkeypatch.setattr(attention, "kernel", lambda _: None)
+    monkeypatch.setattr(attention, "attention_kernel", lambda _: None)
     model = Model(build(architecture), byte_tokenizer, architecture)
     assert model.packs
     points = ["layers.*.output", "layers.*.attention.weights"]
@@ -115,5 +115,5 @@ def test_without_a_compiler_torchs_operations_give_the_same(
 def test_a_compiler_that_fails_is_said_and_torch_stands_in(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "FLAGS", ("--no-such-flag",))
-    assert native.kernel.__wrapped__(torch.float32) is None
+    assert native._library.__wrapped__(torch.float32) is None
     assert "no-such-flag" in caplog.text

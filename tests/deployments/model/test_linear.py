@@ -12,8 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from deployments.model import linear
 from deployments.model.kv_cache import PagedCache, SequenceKv, TokenSpan
-from deployments.model.linear import SIZES, LinearLayers
+from deployments.model.linear import SIZES, replace_linear_layers
 from deployments.model.packing import relative_error
+from deployments.model.switch import Switch
 from deployments.tiles import TILE
 
 pytestmark = pytest.mark.skipif(not linear.AVAILABLE, reason="oneDNN is not used here")
@@ -44,12 +45,13 @@ class Doubled(nn.Linear):
 def test_values_are_those_of_the_module_and_a_tile_has_the_same_bits_without_memory_for_copies(monkeypatch, dtype):
     module = Layers(dtype)
     plain, poor = copy.deepcopy(module), copy.deepcopy(module)
-    copies = LinearLayers(module, "m")
+    switch = Switch()
+    replace_linear_layers(module, "m", switch)
     monkeypatch.setattr(linear, "SHARE", 0)
-    used = LinearLayers(poor, "m")
+    replace_linear_layers(poor, "m", switch)
     for rows in ROWS:
         x = torch.randn(rows, 96, dtype=dtype)[None, :, ::2]  # not contiguous
-        with copies.used(), used.used():
+        with switch.turned_on():
             found, other = module(x), poor(x)
         assert rows != TILE or torch.equal(found, other)
         for one in (found, other):
@@ -58,9 +60,10 @@ def test_values_are_those_of_the_module_and_a_tile_has_the_same_bits_without_mem
 
 def test_outside_the_engine_they_are_the_modules_own_and_can_be_differentiated():
     module = Layers(torch.float32)
-    plain, layers = copy.deepcopy(module), LinearLayers(module, "m")
+    plain, switch = copy.deepcopy(module), Switch()
+    replace_linear_layers(module, "m", switch)
     x = torch.randn(5, 48, requires_grad=True)
-    with pytest.raises(ZeroDivisionError), layers.used(), layers.used():
+    with pytest.raises(ZeroDivisionError), switch.turned_on(), switch.turned_on():
         1 / 0  # noqa: B018
     assert torch.equal(module(x), plain(x))
     module(x).sum().backward()
@@ -84,13 +87,14 @@ def test_few_numbers_of_rows_reach_onednn_which_keeps_code_for_each(monkeypatch)
     seen = set()
 
     def product(x, weight, bias, *_):
-        seen.add(len(x))
-        return x.new_zeros(len(x), weight.shape[0])
+        seen.add(x.numel() // x.shape[-1])
+        return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=product))
     module = nn.Linear(4, 4).requires_grad_(False)
-    layers = LinearLayers(module, "m")
-    with layers.used():
+    switch = Switch()
+    replace_linear_layers(module, "m", switch)
+    with switch.turned_on():
         for rows in (*range(1, 1100), 5000):
             assert module(torch.randn(rows, 4)).shape == (rows, 4)
     assert seen == set(SIZES)
@@ -103,6 +107,7 @@ def test_copies_for_which_memory_runs_out_are_left_out(monkeypatch):
 
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
     module = nn.Linear(4, 4).requires_grad_(False)
-    layers, x = LinearLayers(module, "m"), torch.randn(3, 4)
-    with layers.used():
+    switch, x = Switch(), torch.randn(3, 4)
+    replace_linear_layers(module, "m", switch)
+    with switch.turned_on():
         torch.testing.assert_close(module(x), nn.functional.linear(x, module.weight, module.bias))

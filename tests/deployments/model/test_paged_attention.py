@@ -7,7 +7,7 @@ import torch
 
 from deployments.model import attention
 from deployments.model.kv_cache import PAGE, Packed, PagedCache, SequenceKv, TokenSpan
-from deployments.model.native import kernel
+from deployments.model.native import attention_kernel
 
 SIZE = 24
 SPANS = [(70, 1), (3, 1), (0, 1), (0, 40), (100, 3), *((20 + n, 1) for n in range(12))]  # (start, tokens)
@@ -17,7 +17,7 @@ SPANS = [(70, 1), (3, 1), (0, 1), (0, 40), (100, 3), *((20 + n, 1) for n in rang
 @pytest.mark.parametrize("window", [0, 19])
 @pytest.mark.parametrize(("kv_heads", "group"), [(5, 9), (4, 2), (1, 1)])
 def test_a_row_alone_has_the_bits_that_it_has_beside_others(kv_heads, group, window, monkeypatch):
-    if (run := kernel(torch.float32)) is None:
+    if (run := attention_kernel(torch.float32)) is None:
         pytest.skip("there is no C compiler")
     monkeypatch.setattr(attention, "THREAD_PRODUCTS", 1)  # as many threads as there are, for any number of products
     torch.manual_seed(0)

@@ -1,0 +1,120 @@
+"""RMS norms on a CPU, each by one compiled function: torch takes six operations, and three to ten times as long."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deployments.model.native import rms_norm_kernel
+from deployments.model.switch import Switch
+
+THREAD_NUMBERS = 65_536  # about 20 microseconds of a thread
+PROBE_ROWS = 64
+DIFFERING = 0.01  # of a probe's numbers: sums in another order change the rounding of a few
+
+
+class _Kind(NamedTuple):
+    """How a norm scales its rows; architectures differ.
+
+    Attributes:
+        offset: Added to the weight.
+        rounded: Whether numbers are rounded to their dtype before they are scaled.
+    """
+
+    offset: int
+    rounded: bool
+
+
+KINDS = (_Kind(0, True), _Kind(1, False), _Kind(0, False))
+
+
+@torch.inference_mode()
+def replace_rms_norms(hf: nn.Module, switch: Switch) -> None:
+    """Let a model's RMS norms run by the compiled function while a switch is on.
+
+    Each norm is tried first: one that computes something else stays as it is. The weights must not change any more.
+
+    Args:
+        hf: The Hugging Face module; norms on other devices stay as they are.
+        switch: Turned on during forward passes of the engine.
+    """
+    for module in hf.modules():
+        if not _looks_like_one(module):
+            continue
+        plain, x = module.forward, _probe(module)
+        wanted = plain(x)
+        for kind in KINDS:
+            fast = _fast(module, kind)
+            if fast is not None and _same(fast(x), wanted):
+                module.forward = functools.partial(_forward, switch, fast, plain, x.dtype)
+                break
+
+
+def _looks_like_one(module: Any) -> bool:
+    parameters = [*module.parameters(recurse=False)]
+    if "RMSNorm" not in type(module).__name__ or "forward" in vars(module) or len(parameters) != 1:
+        return False
+    if type(parameters[0]) is not nn.Parameter or parameters[0].ndim != 1 or parameters[0].device.type != "cpu":
+        return False
+    given = inspect.signature(module.forward).parameters.values()
+    return sum(one.default is one.empty for one in given) == 1 and _eps(module) is not None
+
+
+def _eps(module: Any) -> float | None:
+    """The number that a norm adds to the mean square."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+def _probe(module: Any) -> torch.Tensor:
+    """[rows, size] numbers of several sizes, one row's as small as the root of the norm's epsilon."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(PROBE_ROWS, len(module.weight), generator=generator)
+    x *= torch.logspace(-3, 3, PROBE_ROWS)[:, None]
+    x[0] *= 1e3 * (_eps(module) or 0) ** 0.5
+    return x.to(module.weight.dtype)
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether all but a few numbers are those of the module itself."""
+    if found.dtype != wanted.dtype or found.shape != wanted.shape:
+        return False
+    same = torch.isclose(found.float(), wanted.float(), rtol=1e-5, atol=0)
+    return same.logical_not().float().mean().item() <= DIFFERING
+
+
+def _fast(module: Any, kind: _Kind) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The norm by the compiled function; None for another dtype or without a compiler."""
+    run = rms_norm_kernel(module.weight.dtype)
+    if run is None:
+        return None
+    scale, eps, size = module.weight.detach().float() + kind.offset, _eps(module), len(module.weight)
+
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        """Normalize rows x [..., size]."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        numbers = x.numel()
+        threads = min(torch.get_num_threads(), 1 + numbers // THREAD_NUMBERS)
+        run(x.data_ptr(), scale.data_ptr(), out.data_ptr(), numbers // size, size, eps, kind.rounded, threads)
+        return out
+
+    return normalize
+
+
+def _forward(
+    switch: Switch,
+    fast: Callable[[torch.Tensor], torch.Tensor],
+    plain: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    *x: Any,
+    **named: Any,
+) -> torch.Tensor:
+    if switch.on and len(x) == 1 and not named and x[0].dtype == dtype:
+        return fast(x[0])
+    return plain(*x, **named)
