@@ -55,7 +55,8 @@ def outcomes(
             fn_constructor_args=(settings, options),
             batch_size=None,
             batch_format="pyarrow",
-            compute=ActorPoolStrategy(size=actors),
+            # Two blocks at once: an engine runs the next one while the last runs of a block are made durable.
+            compute=ActorPoolStrategy(size=actors, max_concurrent_calls_per_actor=2, enable_true_multi_threading=True),
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
             max_restarts=0,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deployments.engine.capture.gathering import PromptRows, gatherings
 from deployments.engine.capture.ring import CaptureRing, places_of
 from deployments.engine.decoding.lens_reader import LensReader, LensRow
 from deployments.engine.decoding.prompt_logprobs import read, spans_of
@@ -169,7 +170,9 @@ def _tokens(piece: Piece) -> Sequence[int]:
 
 
 class _Capture:
-    """Records one forward pass: single decoded rows through the ring, prompts' rows at once.
+    """Records one forward pass.
+
+    Single decoded rows go through the ring. Prompts' rows are gathered, or copied one by one where that takes memory.
 
     Attributes:
         places: The places to read.
@@ -179,21 +182,22 @@ class _Capture:
     def __init__(self, ring: CaptureRing, pieces: Sequence[Piece]) -> None:
         self._ring = ring
         self._through_ring = len(ring.recordings)
-        self._prompts = [
-            (index, recording, piece, slice(piece.row + fresh, piece.row + piece.count), piece.start + fresh)
+        indexed = [
+            (index, PromptRows(recording, piece.row, piece.start, piece.count).after(recording.rows))
             for index, piece in enumerate(pieces)
             if index >= self._through_ring and (recording := piece.sequence.recording)
             if piece.sequence.records_prefill
-            for fresh in (min(piece.count, max(0, recording.rows - piece.start)),)  # not recorded before
         ]
+        self._prompts = [prompt for _, prompt in indexed]
+        self._gathered, self._copied = gatherings(self._prompts, ring.window)
         self._came = set[Place]()
-        recordings = [recording for _, recording, *_ in self._prompts]
+        recordings = [prompt.recording for prompt in self._prompts]
         ringing = ring.places()
         self._ringing = set(ringing)
         self.places = [*ringing, *(place for place in places_of(recordings) if place not in self._ringing)]
         self.readers = {
             place: [i for i, recording in enumerate(ring.recordings) if recording.reads(place)]
-            + [index for index, recording, *_ in self._prompts if recording.reads(place)]
+            + [index for index, prompt in indexed if prompt.recording.reads(place)]
             for place in self.places
             if place.grows
         }
@@ -209,15 +213,20 @@ class _Capture:
                 self._ring.take(place, value[: self._through_ring])
             else:
                 self._ring.take_patterns(place, shown)
-        for _, recording, piece, rows, start in self._prompts:
+        for gathered in self._gathered:
+            gathered.take(place, value)
+        for recording, row, start, count in self._copied:
             if recording.reads(place):
-                found = value[rows] if shown is None else next(shown)[start - piece.start :]
-                recording.write(place, found, start)
+                values = value[row : row + count] if shown is None else next(shown)
+                recording.write(place, values[len(values) - count :], start)
 
     def keep(self) -> None:
         """Count the copied rows after the forward pass has succeeded."""
-        for _, recording, _, rows, start in self._prompts:
-            recording.require(self._came)
-            recording.keep(start, rows.stop - rows.start)
+        for prompt in self._prompts:
+            prompt.recording.require(self._came)
+        for gathered in self._gathered:
+            gathered.split()
+        for recording, _, start, count in self._prompts:
+            recording.keep(start, count)
         if self._ring.recordings:
             self._ring.end(self._came)

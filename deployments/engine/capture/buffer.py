@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,11 +28,12 @@ class CaptureError(ValueError):
 class CaptureBuffer:
     """The recorded rows of one request.
 
-    Each point has one host buffer with consecutive rows. Attention patterns are kept row by row, because each row is
-    wider than the last.
+    Points of the same shape and dtype share one host tensor, in which each has consecutive rows. Attention patterns are
+    kept row by row, because each row is wider than the last.
 
     Attributes:
         points: The recorded points.
+        names: Their names.
         rows: The number of tokens processed, recorded or not.
         since: The ring's first step whose rows this buffer does not have yet.
         bytes: Host memory of its rows.
@@ -51,6 +52,7 @@ class CaptureBuffer:
             max_tokens: The most new tokens.
         """
         self.points = points
+        self.names = tuple(point.name for point in points)
         self.rows = 0
         self.since = 0
         self.bytes = 0
@@ -64,7 +66,12 @@ class CaptureBuffer:
         self._prompt = prompt_tokens
         self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no later token is recorded
         self._next = 0  # the first token not returned yet, recorded or not
-        self._buffers: dict[str, torch.Tensor] = {}  # point name -> [capacity, ...features]
+        self._kinds: dict[tuple[torch.dtype, tuple[int, ...]], list[str]] = {}  # dtype, shape of a row -> points
+        for point in points:
+            if not point.place.grows:
+                self._kinds.setdefault((point.place.dtype, self._recorded_shape(point)), []).append(point.name)
+        self._stacks: list[torch.Tensor] = []  # of each kind [points, capacity, ...features]
+        self._buffers: dict[str, torch.Tensor] = {}  # their views: point name -> [capacity, ...features]
         self._filled = 0  # rows in each buffer
         self._patterns = {point.name: PatternRows() for point in points if point.place.grows}
         self._at: dict[Place, list[Point]] = {}
@@ -90,6 +97,16 @@ class CaptureBuffer:
         first = max(self.rows, self._tokens.first)
         return max(first, self._prompt - self._tokens.tail) if self._tokens.tail else first
 
+    @property
+    def gathers(self) -> bool:
+        """Whether `fill` takes its rows: whole rows of points that do not grow."""
+        return bool(self.points) and not self.grows and self._capture.heads is None and self._capture.features is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it records no more."""
+        return self._failed is not None
+
     def reads(self, place: Place) -> bool:
         """Whether one of its points is at this place."""
         return place in self._at
@@ -102,7 +119,7 @@ class CaptureBuffer:
             value: Rows of consecutive tokens, `[tokens, ...]`.
             first: The first token's position.
         """
-        if self._failed or place not in self._at or not (wanted := self._wanted(first, len(value))):
+        if self._failed or place not in self._at or not (wanted := self.wanted(first, len(value))):
             return
         if isinstance(wanted, range):
             value = value[wanted.start - first : wanted.stop - first]
@@ -119,20 +136,47 @@ class CaptureBuffer:
             rows = self._heads_of(rows) if len(point.shape) > 1 else rows
             self._buffers[point.name][self._filled : stop] = rows[..., self._features]
 
+    def fill(self, gathered: Sequence[torch.Tensor], rows: slice) -> None:
+        """Copy requested rows of all points at once; `keep` makes them count.
+
+        Args:
+            gathered: As `stacked` returns.
+            rows: The rows of this buffer there.
+        """
+        stop = self._filled + rows.stop - rows.start
+        self._make_room(stop)
+        for stack, found in zip(self._stacks, gathered, strict=True):
+            stack[:, self._filled : stop] = found[:, rows]
+
+    def stacked(self, values: Mapping[Place, torch.Tensor]) -> list[torch.Tensor]:
+        """Rows of its places, also those of other buffers with the same points, as `fill` takes them.
+
+        Args:
+            values: For each place, [rows, ...] on its device.
+
+        Returns:
+            For each dtype and shape [points, rows, ...features] on the CPU.
+        """
+        of = {point.name: point for point in self.points}
+        device = next(iter(values.values())).device
+        return [
+            torch.stack([values[of[name].place].to(device).view(-1, *shape) for name in names]).cpu()
+            for (_, shape), names in self._kinds.items()
+        ]
+
     def keep(self, first: int, rows: int) -> None:
         """Count rows that `write` has copied for every place; they follow the rows counted before."""
-        if self._failed or not (wanted := self._wanted(first, rows)):
+        if self._failed or not (wanted := self.wanted(first, rows)):
             return
         tail = self._tokens.tail
         self._filled += len(wanted)
         if tail and self._filled > tail + SPARE_ROWS:
-            last = {name: buffer[self._filled - tail : self._filled].clone() for name, buffer in self._buffers.items()}
-            for name, rows_of in last.items():
-                self._buffers[name][:tail] = rows_of
+            for stack in self._stacks:
+                stack[:, :tail] = stack[:, self._filled - tail : self._filled].clone()
             self._filled = tail
         for patterns in self._patterns.values():
             patterns.keep(tail)
-        held = self._filled * sum(buffer[:1].nbytes for buffer in self._buffers.values())
+        held = self._filled * sum(stack[:, :1].nbytes for stack in self._stacks)
         self.bytes = held + sum(patterns.bytes for patterns in self._patterns.values())
 
     def require(self, came: Collection[Place]) -> None:
@@ -143,7 +187,7 @@ class CaptureBuffer:
     def size(self, start: int, count: int) -> int:
         """Bytes of the rows of `count` tokens from position `start` on."""
         first = max(start, self.rows, self._next)
-        return self._sizes.of(self._wanted(first, max(0, min(start + count, self._stop) - first)))
+        return self._sizes.of(self.wanted(first, max(0, min(start + count, self._stop) - first)))
 
     def bearable(self, start: int, most: int, least: int, room: int) -> int:
         """How many tokens a prefill may have so that their rows fit into memory.
@@ -207,8 +251,8 @@ class CaptureBuffer:
         except (RuntimeError, MemoryError) as error:
             self.give_up(str(error))
 
-    def _wanted(self, first: int, count: int) -> Sequence[int]:
-        """Which of `count` consecutive tokens are recorded, or may turn out to be among the last."""
+    def wanted(self, first: int, count: int) -> Sequence[int]:
+        """Positions of `count` consecutive tokens from `first` on that are recorded, or may be among the last."""
         found = self._tokens.within(first, first + count)
         return found[-self._tokens.tail :] if self._tokens.tail else found
 
@@ -218,39 +262,45 @@ class CaptureBuffer:
     def _hand_out(self, positions: Sequence[int], stop: int, token_ids: Sequence[int]) -> Captured:
         rows = len(positions)
         assert rows <= self._filled if self._tokens.tail else rows == self._filled, f"{self._filled} rows of {rows}"
-        buffers = self._buffers or self._empty(0)
+        given = dict[str, torch.Tensor]()
+        for names, stack in zip(self._kinds.values(), self._stacks or self._empty(0), strict=True):
+            given.update(zip(names, self._given(names, stack[:, self._filled - rows : self._filled]), strict=True))
         values: dict[str, torch.Tensor | Patterns] = {
-            name: self._given(name, buffer[self._filled - rows : self._filled]) for name, buffer in buffers.items()
+            point.name: given[point.name] for point in self.points if not point.place.grows
         }
         for point in self.points:
             if point.place.grows:
-                given = self._given(point.name, self._patterns[point.name].last(rows, point.place.dtype))
+                (own,) = self._given([point.name], self._patterns[point.name].last(rows, point.place.dtype)[None])
                 consecutive = range(positions[0], positions[-1] + 1) if positions else range(stop, stop)
                 assert len(consecutive) == rows, "patterns are recorded of consecutive tokens"
                 heads = len(self._capture.heads) if self._capture.heads else point.shape[0]
-                values[point.name] = Patterns(given, heads, consecutive)
+                values[point.name] = Patterns(own, heads, consecutive)
         self._let_go()
         self._next = stop
         return Captured(positions, [token_ids[position] for position in positions], values)
 
-    def _given(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """The first rows of a buffer in the requested dtype; a copy if a view would keep a far larger buffer alive."""
+    def _given(self, names: Sequence[str], rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Rows of points [points, rows, ...] in the requested dtype; copied if a view would keep far more memory."""
         dtype = DTYPES.get(self._capture.dtype, rows.dtype)
         if dtype == rows.dtype:
-            return rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows
-        given = rows.to(dtype)
-        if dtype == torch.float16 and bool((given.isinf() & ~rows.isinf()).any()):
-            raise CaptureError(f"{name} has values beyond float16's 65504: record bfloat16 or float32")
-        return given
+            given = rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows
+        else:
+            given = rows.to(dtype, memory_format=torch.contiguous_format)
+        if dtype == torch.float16 != rows.dtype:
+            for name, before, after in zip(names, rows, given, strict=True):
+                if bool((after.isinf() & ~before.isinf()).any()):
+                    raise CaptureError(f"{name} has values beyond float16's 65504: record bfloat16 or float32")
+        return given.unbind()
 
     def _let_go(self) -> None:
+        self._stacks = []
         self._buffers = {}
         self._patterns = {name: PatternRows() for name in self._patterns}
         self._filled = self.bytes = 0
 
     def _make_room(self, rows: int) -> None:
         """Ensure that the buffers have space for this many rows."""
-        room = len(next(iter(self._buffers.values()))) if self._buffers else 0
+        room = self._stacks[0].shape[1] if self._stacks else 0
         if rows <= room:
             return
         # A window of decoded rows may arrive when a piece is nearly full.
@@ -258,22 +308,25 @@ class CaptureBuffer:
         usual = (self.reserve or (self.piece_bytes or PIECE_BYTES) * 3 // 2) // token_bytes
         most = len(self._tokens.within(self._next, self._stop))
         larger = self._empty(max(rows, min(usual, most), 2 * room))
-        for name, buffer in self._buffers.items():
-            larger[name][: self._filled] = buffer[: self._filled]
-        self._buffers = larger
+        for stack, new in zip(self._stacks, larger, strict=bool(self._stacks)):
+            new[:, : self._filled] = stack[:, : self._filled]
+        self._stacks = larger
+        pairs = zip(self._kinds.values(), larger, strict=True)
+        self._buffers = {name: view for names, stack in pairs for name, view in zip(names, stack.unbind(), strict=True)}
 
-    def _empty(self, rows: int) -> dict[str, torch.Tensor]:
-        """Buffers for this many rows."""
-        points = [point for point in self.points if not point.place.grows]
-        return {one.name: torch.empty(rows, *self._recorded_shape(one), dtype=one.place.dtype) for one in points}
+    def _empty(self, rows: int) -> list[torch.Tensor]:
+        """Stacks for this many rows."""
+        return [torch.empty(len(names), rows, *shape, dtype=dtype) for (dtype, shape), names in self._kinds.items()]
 
-    def _recorded_shape(self, point: Point) -> list[int]:
+    def _recorded_shape(self, point: Point) -> tuple[int, ...]:
         """The shape of one recorded row: the chosen heads and features of the point."""
+        if self._capture.heads is None and self._capture.features is None:
+            return point.shape
         shape, chosen = list(point.shape), self._features
         if len(shape) > 1 and self._capture.heads is not None:
             shape[0] = len(self._capture.heads)
         shape[-1] = len(chosen) if isinstance(chosen, list) else len(range(shape[-1])[chosen])
-        return shape
+        return tuple(shape)
 
     @property
     def _features(self) -> slice | list[int]:

@@ -44,6 +44,7 @@ class CaptureRing:
     device in that step, together with the other rows of the same sequence.
 
     Attributes:
+        window: Its size in bytes; one step's rows if those are larger.
         recordings: The buffers that record the next forward pass, by their column.
     """
 
@@ -52,10 +53,10 @@ class CaptureRing:
 
         Args:
             device: The device of the rows.
-            window: Size in bytes; one step's rows if those are larger.
+            window: See above.
         """
         self._device = device
-        self._window = window
+        self.window = window
         self._ring: dict[Place, torch.Tensor] = {}  # [steps, columns, ...]
         self._steps = 0
         self._step = 0
@@ -97,7 +98,7 @@ class CaptureRing:
         if not fits:
             columns = 1 << (columns - 1).bit_length()  # space for sequences that join
             step_bytes = columns * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
-            steps = max(1, min(WINDOW_STEPS, self._window // step_bytes))
+            steps = max(1, min(WINDOW_STEPS, self.window // step_bytes))
             self._ring, self._steps = {}, 0  # free the old ring before the new one is allocated
             self._ring = {
                 place: torch.empty(steps, columns, *place.shape, dtype=place.dtype, device=self._device)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deployments.engine.capture import ring
 from deployments.engine.engine import Engine
 from deployments.engine.request import Finished, Request, Rows
 from deployments.model.model import Model
@@ -240,3 +241,31 @@ def test_tokens_by_their_positions_are_recorded_wherever_they_fall(tiny, prompt,
             torch.testing.assert_close(finished.captured.values[name], want[there], rtol=1e-3, atol=1e-4)
     want = lone_values(model, heads.prompt, heads.points)["layers.1.attention.heads"]
     torch.testing.assert_close(one.captured.values["layers.1.attention.heads"], want[-1:, [3, 1]], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [32 << 20, 0], ids=["gathered", "copied one by one"])
+def test_prompts_that_record_different_rows_and_points_share_forwards(
+    window, tiny, prompt, capturing, lone_values, assert_rows_close, monkeypatch
+):
+    monkeypatch.setattr(ring, "WINDOW_BYTES", window)
+    model = tiny("gemma2")
+    layers, mixed = ["layers.*.output"], ["layers.1.mlp.output", "layers.*.attention.heads", "lm_head.output"]
+    asked = [
+        (30, layers, "all"),
+        (11, layers, "last"),
+        (23, layers, {"positions": [3, 21, 22]}),
+        (1, layers, "all"),
+        (17, mixed, "all"),
+        (25, mixed, "last"),
+        (9, [*layers, "layers.2.attention.weights"], "all"),
+    ]
+    requests = [
+        capturing(model, str(i), prompt(n), 0, points=points, tokens=tokens, mode="trace")
+        for i, (n, points, tokens) in enumerate(asked)
+    ]
+    done = Engine(model, prefill_tokens=20).generate([*requests, Request("plain", prompt(15, 1), 3)])
+    for request, finished in zip(requests, done, strict=False):
+        want = lone_values(model, request.prompt, request.points)
+        for point, value in finished.captured.values.items():
+            rows = want[point] if request.id == "6" else want[point][list(finished.captured.positions)]
+            assert_rows_close(value, rows, point)
