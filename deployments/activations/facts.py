@@ -123,6 +123,24 @@ class StoredPoint(NamedTuple):
     dtype: str
 
 
+class RunEnd(NamedTuple):
+    """A run's last rows, and all that is known of it.
+
+    Attributes:
+        run: The run's facts.
+        batches: Record batches, or references to them.
+        part: The number of parts sent before.
+        fence: The session's, which the request was admitted with.
+        archived: Whether the run counts as stored only once it is in the bucket.
+    """
+
+    run: RunFacts
+    batches: list[Any]
+    part: int = 0
+    fence: str | None = None
+    archived: bool = False
+
+
 class StoredRun(NamedTuple):
     """A run that is on disk, perhaps on another node's; `bytes` is what it takes in its file."""
 

@@ -30,6 +30,7 @@ from deployments.job import Job
 from deployments.messages import End, Refusal
 from deployments.options import Options
 
+BLOCKS = 2  # of an engine at once, so that it has work while the last runs of a block are made durable
 RECENT = 1 << 17  # examples, more than all engines hold at once
 
 
@@ -55,8 +56,9 @@ def outcomes(
             fn_constructor_args=(settings, options),
             batch_size=None,
             batch_format="pyarrow",
-            # Two blocks at once: an engine runs the next one while the last runs of a block are made durable.
-            compute=ActorPoolStrategy(size=actors, max_concurrent_calls_per_actor=2, enable_true_multi_threading=True),
+            compute=ActorPoolStrategy(
+                size=actors, max_concurrent_calls_per_actor=BLOCKS, enable_true_multi_threading=True
+            ),
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
             max_restarts=0,
@@ -87,7 +89,7 @@ class _Blocks(Datasource):
 
     def _read(self) -> Iterator[pa.Table]:
         items = self._once()
-        while block := list(islice(items, self._settings.block)):
+        while block := list(islice(items, max(1, self._settings.block // BLOCKS))):
             # As one row, which Ray Data cannot split.
             yield pa.table({"items": [json.dumps([item and [*item] for item in block])]})
 

@@ -22,7 +22,7 @@ class Settings(BaseModel):
         points: Names of points, with wildcards.
         tokens: The tokens to record, as `capture.tokens`.
         max_tokens: Tokens to generate after each prompt, greedily.
-        block: The number of examples that are sent to an engine and made durable together.
+        block: The most examples that an engine has at once, or that are grouped into requests to a server together.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -93,7 +93,8 @@ class Runner:
             readers=capture.readers,
         )
         logprobs = read(scored, logits[len(deciding) :])
-        layers = lenses.read(model.unembedding)  # before any state changes: it may run out of memory
+        layers = lenses.read(model.unembedding)  # before any state changes: these may run out of memory
+        capture.stack()
         found = iter(layers)
         by_turn = {turn: next(found) for turn, piece in enumerate(deciding) if piece.sequence.lens}
         met = readouts.keep()
@@ -172,7 +173,8 @@ def _tokens(piece: Piece) -> Sequence[int]:
 class _Capture:
     """Records one forward pass.
 
-    Single decoded rows go through the ring. Prompts' rows are gathered, or copied one by one where that takes memory.
+    Single decoded rows go through the ring. Prompts' rows are gathered, or copied one by one if gathering would take
+    much memory, and for attention patterns and chosen heads or features.
 
     Attributes:
         places: The places to read.
@@ -219,6 +221,11 @@ class _Capture:
             if recording.reads(place):
                 values = value[row : row + count] if shown is None else next(shown)
                 recording.write(place, values[len(values) - count :], start)
+
+    def stack(self) -> None:
+        """Bring gathered rows to the host."""
+        for gathered in self._gathered:
+            gathered.stack()
 
     def keep(self) -> None:
         """Count the copied rows after the forward pass has succeeded."""

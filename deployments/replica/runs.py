@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from deployments.activations.facts import RunFacts, SegmentFacts, StoredRun, StoreError
+from deployments.activations.facts import RunEnd, RunFacts, SegmentFacts, StoredRun, StoreError
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.segments.packing import Packed
 from deployments.chat.token_texts import TextOffsets, TokenTexts
@@ -27,6 +27,7 @@ from deployments.model.model import Model
 from deployments.options import Options
 from deployments.points.interventions import as_sent
 from deployments.replica.open_run import OpenRun, chosen_tokens, recordable
+from deployments.replica.run_calls import RunCalls
 
 PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
 INLINE_BYTES = 64 << 10  # rows below this go in the call itself, which Ray allows up to 100 KiB
@@ -51,6 +52,7 @@ class Runs:
         self._model = model
         self._token_texts = token_texts
         self._store = store
+        self._calls = RunCalls(store)
         self._pool = pool
         # A lookup takes two milliseconds.
         self._versions = {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -141,9 +143,7 @@ class Runs:
         assert event.captured is not None
         batches = [await self._to_send(run, event.captured, event.tokens)] if event.captured.positions else []
         archived = self._options.answer_when == "archived"
-        facts = self._facts(run, event)
-        stored: StoredRun = await self._store.write.remote(facts, batches, parts, run.job.fence, archived)
-        return stored
+        return await self._calls.write(RunEnd(self._facts(run, event), batches, parts, run.job.fence, archived))
 
     def renew(self, run: OpenRun) -> None:
         """Report to the store that a run continues."""

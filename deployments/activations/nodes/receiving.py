@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from deployments.activations.facts import RunFacts, StoredRun, StoreError
+from deployments.activations.facts import RunEnd, RunFacts, StoredRun, StoreError
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.writer.writer import Writer
@@ -56,6 +56,11 @@ class RunReceiver(ABC):
             await self.wait_archived(next(iter(stored.points.values())).uri)
         return stored._replace(node=self._node_name)
 
+    async def write_all(self, ends: list[RunEnd]) -> list[StoredRun | Exception]:
+        """As `write`, for several runs: what it returns or raises for each."""
+        done = await asyncio.gather(*(self.write(*end) for end in ends), return_exceptions=True)
+        return [result if isinstance(result, StoredRun) else _sendable(result) for result in done]
+
     async def _admit(self, session_id: str, run_id: str, fence: str | None) -> None:
         """Raise StoreError if the session may get no run here; parts of the run that are there are dropped."""
         return  # the store has checks of its own
@@ -97,6 +102,13 @@ async def _fetch(run_id: str, batches: Sequence[Any]) -> list[Any]:
             f"The activations of run {run_id} were lost before they were stored "
             f"({type(error).__name__}): send the request again."
         ) from error
+
+
+def _sendable(error: BaseException) -> Exception:
+    """An error as it can be returned; its caller knows those of the store and of Ray."""
+    if isinstance(error, StoreError | ValueError | ray.exceptions.RayError):
+        return error
+    return StoreError(f"{type(error).__name__}: {error}")
 
 
 async def awaited(answer: Awaitable[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -165,7 +165,7 @@ class CaptureBuffer:
         ]
 
     def keep(self, first: int, rows: int) -> None:
-        """Count rows that `write` has copied for every place; they follow the rows counted before."""
+        """Count rows that `write` has copied for every place, or `fill` at once; they follow those counted before."""
         if self._failed or not (wanted := self.wanted(first, rows)):
             return
         tail = self._tokens.tail
@@ -178,6 +178,10 @@ class CaptureBuffer:
             patterns.keep(tail)
         held = self._filled * sum(stack[:, :1].nbytes for stack in self._stacks)
         self.bytes = held + sum(patterns.bytes for patterns in self._patterns.values())
+
+    def comes_with(self, came: Container[Place]) -> bool:
+        """Whether a forward pass reached all places that are read."""
+        return all(place in came for place in self._at)
 
     def require(self, came: Collection[Place]) -> None:
         """Stop recording if a forward pass did not reach a place that is read."""

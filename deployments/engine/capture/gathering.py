@@ -1,4 +1,4 @@
-"""Prompts' rows that several requests record at the same points: read once for each place, split by request later."""
+"""Prompts' recorded rows: read once for each place of a forward pass, and split by request later."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class PromptRows(NamedTuple):
 class Gathering:
     """The recorded rows of prompts with the same points, in one forward pass.
 
-    A step costs one read for each place and one copy for each request, not a copy for each place of each request; on a
-    GPU, one copy to the host.
+    A step costs one read for each place and a few copies for each request, not a copy for each place of each request.
+    On a GPU all rows of the same dtype and shape leave it together.
     """
 
     def __init__(self, prompts: Sequence[PromptRows]) -> None:
@@ -48,30 +48,34 @@ class Gathering:
         self._slices = list[tuple[CaptureBuffer, slice]]()
         rows = list[int]()
         for recording, row, start, tokens in prompts:
-            wanted = recording.wanted(start, tokens)
-            self._slices.append((recording, slice(len(rows), len(rows) + len(wanted))))
-            rows += [row + position - start for position in wanted]
+            if wanted := recording.wanted(start, tokens):
+                self._slices.append((recording, slice(len(rows), len(rows) + len(wanted))))
+                rows += [row + position - start for position in wanted]
         self._rows = torch.tensor(rows)
         self._rows_on: dict[torch.device, torch.Tensor] = {}
         self._values: dict[Place, torch.Tensor] = {}
+        self._stacked: list[torch.Tensor] = []
 
     def take(self, place: Place, value: torch.Tensor) -> None:
         """Read the rows of a place's value [rows, ...]; the model may overwrite them later."""
-        if not len(self._rows) or not self._slices[0][0].reads(place):
+        if not self._slices or not self._slices[0][0].reads(place):
             return
         if value.device not in self._rows_on:
             self._rows_on[value.device] = self._rows.to(value.device)
         self._values[place] = value.index_select(0, self._rows_on[value.device])
 
+    def stack(self) -> None:
+        """Bring the rows to the host. This takes memory, and changes no buffer."""
+        if self._slices and self._slices[0][0].comes_with(self._values):
+            self._stacked = self._slices[0][0].stacked(self._values)
+        self._values.clear()
+
     def split(self) -> None:
         """Copy the rows to their buffers, which still have to `keep` them; those of failed ones are dropped."""
-        going = [(recording, rows) for recording, rows in self._slices if not recording.failed]
-        if not going or not len(self._rows):
-            return
-        stacked = going[0][0].stacked(self._values)
-        for recording, rows in going:
-            with recording.giving_up():
-                recording.fill(stacked, rows)
+        for recording, rows in self._slices:
+            if not recording.failed:
+                with recording.giving_up():
+                    recording.fill(self._stacked, rows)
 
 
 def gatherings(prompts: Iterable[PromptRows], most: int) -> tuple[list[Gathering], list[PromptRows]]:
@@ -79,7 +83,7 @@ def gatherings(prompts: Iterable[PromptRows], most: int) -> tuple[list[Gathering
 
     Args:
         prompts: All prompts that record rows in a forward pass.
-        most: Bytes that gathered rows may take.
+        most: Bytes that gathered rows may take; twice as many while they are stacked.
 
     Returns:
         The gathered prompts, and those whose rows are to be copied one by one.

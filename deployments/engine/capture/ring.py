@@ -44,7 +44,7 @@ class CaptureRing:
     device in that step, together with the other rows of the same sequence.
 
     Attributes:
-        window: Its size in bytes; one step's rows if those are larger.
+        window: The ring's size in bytes; one step's rows if those are larger. Also the most for gathered prompts' rows.
         recordings: The buffers that record the next forward pass, by their column.
     """
 
@@ -53,7 +53,7 @@ class CaptureRing:
 
         Args:
             device: The device of the rows.
-            window: See above.
+            window: As the attribute.
         """
         self._device = device
         self.window = window

@@ -51,7 +51,7 @@ def attending(how):
     """While open, the compiled kernel computes attention, or torch's operations do."""
     with pytest.MonkeyPatch.context() as patch:
         if how == "torch":
-            patch.setattr(attention, "kernel", lambda _: None)
+            patch.setattr(attention, "attention_kernel", lambda _: None)
         yield
 
 

@@ -26,6 +26,22 @@ class ScaledRMSNorm(LlamaRMSNorm):
         return 2 * super().forward(x)
 
 
+class OutlierRMSNorm(LlamaRMSNorm):
+    """One that treats a single feature differently."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        y[..., 0] *= 50
+        return y
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    """One that needs another input."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) * gate.sigmoid()
+
+
 class CentredRMSNorm(nn.LayerNorm):
     """One that is none."""
 
@@ -59,6 +75,13 @@ def test_values_are_those_of_the_module_and_each_rows_bits_the_same_in_any_compa
         torch.testing.assert_close(found, wanted)
 
 
+def test_rows_of_another_width_are_refused_as_by_the_module():
+    module, switch = norms_of(LlamaRMSNorm, torch.float32), Switch()
+    replace_rms_norms(module, switch)
+    with switch.turned_on(), pytest.raises(RuntimeError, match="must match the size"):
+        module[-1](torch.randn(2, 2 * SIZES[-1]))
+
+
 def test_outside_the_engine_they_are_the_modules_own_and_can_be_differentiated():
     module, switch = norms_of(LlamaRMSNorm, torch.float32), Switch()
     plain = copy.deepcopy(module)
@@ -69,7 +92,9 @@ def test_outside_the_engine_they_are_the_modules_own_and_can_be_differentiated()
     assert x.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("make", [ScaledRMSNorm, CentredRMSNorm, lambda size: nn.RMSNorm(size)])
+@pytest.mark.parametrize(
+    "make", [ScaledRMSNorm, OutlierRMSNorm, GatedRMSNorm, CentredRMSNorm, lambda size: nn.RMSNorm(size)]
+)
 def test_modules_that_compute_something_else_stay_as_they_are(make):
     module = norms_of(make, torch.float32)
     replace_rms_norms(module, Switch())

@@ -46,7 +46,7 @@ class FailingStore:
 
     def __init__(self, error: Exception, knows: bool = False) -> None:
         self.error = error
-        self.write = self.append = Method(self._fail)
+        self.write_all = self.append = Method(self._fail)
         self.abandon = Method(self._forget)
         self.check_room = Method(self._fail if knows else self._forget)
 
@@ -63,7 +63,7 @@ class SlowStore:
     def __init__(self, root: Path) -> None:
         self.leave = asyncio.Semaphore(0)
         self.writer = Writer(root, Catalogue.rebuild(root))
-        self.append, self.write, self.abandon = Method(self._append), Method(self._write), Method(self._abandon)
+        self.append, self.write_all, self.abandon = map(Method, (self._append, self._write_all, self._abandon))
         self.appended, self.arrived = 0, asyncio.Event()  # chunks; the first has come
 
     async def _append(self, session_id, run_id, part, batches, most, fence):
@@ -72,10 +72,11 @@ class SlowStore:
         self.arrived.set()
         await asyncio.wrap_future(self.writer.append(session_id, run_id, part, _arrived(batches)))
 
-    async def _write(self, run, batches, part, fence, archived):
-        if archived:
-            raise StoreError("The run is stored, but not in the bucket")
-        return await asyncio.wrap_future(self.writer.submit(run, _arrived(batches), part))
+    async def _write_all(self, ends):
+        if any(end.archived for end in ends):
+            return [StoreError("The run is stored, but not in the bucket")] * len(ends)
+        stored = [self.writer.submit(end.run, _arrived(end.batches), end.part) for end in ends]
+        return await asyncio.gather(*map(asyncio.wrap_future, stored), return_exceptions=True)
 
     def _abandon(self, session_id, run_id):
         return self.writer.abandon(session_id, run_id)
