@@ -59,7 +59,7 @@ def load_runs(source: Any, points: Points = None, *, server: Server | None = Non
         server: The server to fetch them from; None to read this machine's files.
 
     Raises:
-        ValueError: The answer recorded nothing.
+        ValueError: The answer recorded nothing, or names no files.
         FileNotFoundError: There is no such file or directory on this machine.
         LookupError: The server has no such run or session, or a run no such point.
 
@@ -75,6 +75,8 @@ def load_runs(source: Any, points: Points = None, *, server: Server | None = Non
         return [run.only(points) for run in runs]
     found = []
     for stored in recorded(source):
+        if not stored["points"]:
+            raise ValueError(f"the answer names no files, only the run {stored['run_id']!r}: give server=")
         file = _local(next(iter(stored["points"].values()))["uri"])
         found += [run.only(points) for run in of_files(file, {stored["run_id"]})]
     return found

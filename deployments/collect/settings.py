@@ -37,13 +37,16 @@ class Settings(BaseModel):
 
     def capture(self, examples: list[Example]) -> Capture:
         """The capture of a request with these examples."""
-        return Capture(
-            points=list(self.points),
-            tokens=parse(self.tokens),
-            mode="generate" if self.max_tokens else "trace",
-            store_text=True,
-            tags=[example.tags for example in examples],
-            sample_id=[example.id for example in examples],
+        return Capture.model_validate(
+            {
+                "points": list(self.points),
+                "tokens": parse(self.tokens),
+                "mode": "generate" if self.max_tokens else "trace",
+                "return": "id",
+                "store_text": True,
+                "tags": [example.tags for example in examples],
+                "sample_id": [example.id for example in examples],
+            }
         )
 
     def name(self, example: Example) -> str:

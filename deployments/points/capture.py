@@ -62,7 +62,7 @@ class Capture(Strict):
     dtype: Literal["model", "float32", "float16", "bfloat16"] = "model"
     features: Features | None = None
     heads: Heads | None = None
-    destination: Literal["reference", "inline"] = Field(default="reference", alias="return")
+    destination: Literal["reference", "inline", "id"] = Field(default="reference", alias="return")
     required: bool = False
     tags: Tags | Annotated[list[Tags], Field(max_length=MOST_PROMPTS, fail_fast=True)] = Field(default_factory=dict)
     sample_id: SampleId | Annotated[list[SampleId], Field(max_length=MOST_PROMPTS, fail_fast=True)] | None = None

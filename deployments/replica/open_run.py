@@ -158,7 +158,8 @@ class OpenRun:
         except (StoreError, RayError, ValueError) as error:
             self._fail(error)
             return replace(report, reason=self._failed)
-        points = {name: point._asdict() for name, point in stored.points.items()}
+        named = self.job.capture.destination == "reference"
+        points = {name: point._asdict() for name, point in stored.points.items()} if named else {}
         return replace(report, status="stored", points=points, node=stored.node)
 
     def text_offsets(self, captured: Captured, generated: Sequence[int]) -> list[int]:

@@ -77,7 +77,7 @@ class CollectMethods(GenerateMethods):
         named = _tags(len(prompts), known, tags)
         session = session or f"collect-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}"
         points = [points] if isinstance(points, str) else list(points)
-        capture = {"points": points, "tokens": tokens, "required": True, "store_text": store_text}
+        capture = {"points": points, "tokens": tokens, "required": True, "store_text": store_text, "return": "id"}
         fields = {"max_tokens": max_tokens, "temperature": 0, "session_id": session}
 
         async def part(group: list[int]) -> dict[int, _Rows]:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.actors.store import ActivationStore, connect
+from deployments.activations.facts import RunEnd
 from deployments.activations.reader.loading import load
 from deployments.activations.segments.packing import Packed
 from deployments.engine.request import GREEDY, Sampling
@@ -52,6 +53,8 @@ def _arrived(argument: Any) -> Any:
     """What an actor gets in place of an argument."""
     if not isinstance(argument, list):
         return argument
+    if any(isinstance(one, RunEnd) for one in argument):
+        return [end._replace(batches=_arrived(end.batches)) for end in argument]
     return [copy.copy(one) if isinstance(one, Packed) else one for one in argument]
 
 

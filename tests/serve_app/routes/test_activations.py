@@ -116,6 +116,16 @@ def test_one_request_makes_a_run_for_every_choice(served):
     assert len({run["run_id"] for run in runs}) == 4
 
 
+def test_an_answer_with_ids_alone_names_no_file_and_its_run_is_stored(served):
+    answer = chat(served, capture={"points": ["layers.*.output"], "return": "id"}, session_id="ids")
+    meta, message = answer["activations_meta"], answer["choices"][0]["message"]
+    assert (meta["status"], meta["runs"][0]["points"], message["activation_files"]) == ("stored", {}, {})
+    (found,) = httpx.get(f"{served.base_url}/activations/session/ids", timeout=60).json()["runs"]
+    assert found["run_id"] == message["run_id"]
+    rows = load(found["points"]["layers.0.output"]["uri"], message["run_id"])
+    assert len(rows["layers.0.output"]) == meta["runs"][0]["tokens"]
+
+
 def test_inline_values_are_those_that_would_be_stored(served):
     capture = {"points": ["layers.-1.output"], "tokens": {"last": 3}, "features": {"first": 5}}
     stored = chat(served, capture=capture, session_id="inline")["activations_meta"]["runs"][0]
