@@ -533,7 +533,7 @@ def test_the_oldest_sessions_of_a_node_make_room(nodes, big, eventually):
         lambda found: found == ["s5", "s6", "s7"],
     )
     used = lambda: nodes.here._writer.ask(lambda manager: manager.used().total()).result()  # noqa: E731
-    eventually(lambda: used() == sum(file.stat().st_size for file in there.glob("*/*.arrow")))
+    eventually(lambda: used() == sum(file.stat().st_size for file in there.glob("s*/*.arrow")))
 
 
 def test_a_pinned_session_that_is_not_deleted_keeps_the_runs_on_their_way(nodes, big, eventually):
