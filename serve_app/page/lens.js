@@ -191,7 +191,8 @@ export function view(app) {
       onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], prompt.length + index)));
     }
     pins.watch(strips);
-    result.replaceChildren(h("h2", {}, title), legend(SURE), h("div", { class: "pair" }, ...panes.map(([made]) => made)), patching.stop, patchTrouble);
+    // Above the answers: below them, the button would move under the pointer with each line.
+    result.replaceChildren(h("h2", {}, title), legend(SURE), patching.stop, patchTrouble, h("div", { class: "pair" }, ...panes.map(([made]) => made)));
     result.scrollIntoView({ block: "nearest" });
     const record = {
       model,
