@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.modeling_utils import AttentionInterface
 
 from deployments.model.kv_cache import PAGE, Packed, PagedCache, TokenSpan
-from deployments.model.native import Call, attention_kernel
+from deployments.model.native import Call, attention_kernel, worthwhile_threads
 from deployments.model.packing import UnsupportedModelError
 from deployments.places.attention_patterns import ROWS, patterns_of
 
@@ -183,16 +183,12 @@ def _by_kernel(
         *(tensor.data_ptr() for tensor in (packed.position, packed.table, packed.pages, packed.units)),
         *(stride for tensor in (query, key, value) for stride in (tensor.stride(2), tensor.stride(1))),
         *(rows, len(packed.units), heads, key.shape[1], size, width, layer.values.shape[3]),
-        *(softmax.window, _threads(packed.reads * heads * (size + width)), softmax.scaling, softmax.softcap),
+        *(softmax.window, worthwhile_threads(packed.reads * heads * (size + width), THREAD_PRODUCTS)),
+        *(softmax.scaling, softmax.softcap),
     )
     if run(byref(call)):
         raise MemoryError("not enough memory for attention's products")
     return out
-
-
-def _threads(products: int) -> int:
-    """The number of threads that are worth starting for this many products."""
-    return min(torch.get_num_threads(), 1 + products // THREAD_PRODUCTS)
 
 
 # ---- by torch's own operations, on a GPU and without a compiler

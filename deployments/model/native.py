@@ -63,6 +63,11 @@ def rms_norm_kernel(dtype: torch.dtype) -> Callable[..., None] | None:
     return function
 
 
+def worthwhile_threads(work: int, of_one: int) -> int:
+    """The number of threads to run a function with, if one thread does `of_one` units of work before the next pays."""
+    return min(torch.get_num_threads(), 1 + work // of_one)
+
+
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The compiled functions for numbers of a dtype; None where torch's slower operations do their work."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deployments.model.native import rms_norm_kernel
+from deployments.model.native import rms_norm_kernel, worthwhile_threads
 from deployments.model.switch import Switch
 
 THREAD_NUMBERS = 65_536  # about 20 microseconds of a thread
@@ -45,15 +45,15 @@ def replace_rms_norms(hf: nn.Module, switch: Switch) -> None:
         switch: Turned on during forward passes of the engine.
     """
     for module in hf.modules():
-        if not _looks_like_one(module):
+        if not _looks_like_one(module) or (run := rms_norm_kernel(module.weight.dtype)) is None:
             continue
         plain, x = module.forward, _probe(module)
         try:
             wanted = plain(x)
         except Exception:  # noqa: BLE001 - it needs other inputs, so it is another function
             continue
-        found = [(_differing(fast(x), wanted), fast) for kind in KINDS if (fast := _fast(module, kind))]
-        differing, fast = min(found, key=lambda one: one[0], default=(1.0, plain))
+        found = [(_differing(fast(x), wanted), fast) for fast in (_fast(module, run, kind) for kind in KINDS)]
+        differing, fast = min(found, key=lambda one: one[0])
         if differing <= DIFFERING:
             module.forward = functools.partial(_forward, switch, fast, plain, x.dtype, x.shape[-1])
 
@@ -93,11 +93,8 @@ def _differing(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return torch.isclose(found, wanted, rtol=1e-5, atol=0).logical_not().float().mean().item()
 
 
-def _fast(module: Any, kind: _Kind) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The norm by the compiled function; None for another dtype or without a compiler."""
-    run = rms_norm_kernel(module.weight.dtype)
-    if run is None:
-        return None
+def _fast(module: Any, run: Callable[..., None], kind: _Kind) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm by the compiled function."""
     scale, eps, size = module.weight.detach().float() + kind.offset, _eps(module), len(module.weight)
 
     def normalize(x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +102,7 @@ def _fast(module: Any, kind: _Kind) -> Callable[[torch.Tensor], torch.Tensor] | 
         x = x.contiguous()
         out = torch.empty_like(x)
         numbers = x.numel()
-        threads = min(torch.get_num_threads(), 1 + numbers // THREAD_NUMBERS)
+        threads = worthwhile_threads(numbers, THREAD_NUMBERS)
         run(x.data_ptr(), scale.data_ptr(), out.data_ptr(), numbers // size, size, eps, kind.rounded, threads)
         return out
 
