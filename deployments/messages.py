@@ -151,7 +151,7 @@ class RunReport:
         status: `stored`, `inline` or `failed`.
         tokens: Tokens of prompt and answer.
         prompt_tokens: Tokens of the prompt.
-        points: By name: where the rows are stored, or, inline, the rows.
+        points: By name: where the rows are stored, or, inline, the rows. Empty with `"return": "id"`, or if it failed.
         reason: Why it failed.
         node: The node on whose disk the run is, if nodes have directories of their own.
     """

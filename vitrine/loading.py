@@ -28,7 +28,7 @@ def load(source: Any, points: Points = None, *, run_id: str | None = None, serve
         server: The server to fetch it from; None to read this machine's files.
 
     Raises:
-        ValueError: The source has several runs or none, or recorded nothing.
+        ValueError: The source has several runs or none, recorded nothing, or names no files.
         FileNotFoundError: The file is not on this machine.
         LookupError: The server has no such run, or the run no such point.
 
@@ -59,7 +59,7 @@ def load_runs(source: Any, points: Points = None, *, server: Server | None = Non
         server: The server to fetch them from; None to read this machine's files.
 
     Raises:
-        ValueError: The answer recorded nothing, or names no files.
+        ValueError: The answer recorded nothing or names no files, or a run is not stored.
         FileNotFoundError: There is no such file or directory on this machine.
         LookupError: The server has no such run or session, or a run no such point.
 

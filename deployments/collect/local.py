@@ -31,7 +31,7 @@ from deployments.messages import End, Refusal
 from deployments.options import Options
 
 BLOCKS = 2  # of an engine at once, so that it has work while the last runs of a block are made durable
-RECENT = 1 << 17  # names of examples that are remembered; all engines together hold fewer at once
+RECENT = 1 << 17  # names of the latest examples, to recognize repeated ones; more than all engines hold at once
 
 
 def outcomes(

@@ -64,7 +64,7 @@ def rms_norm_kernel(dtype: torch.dtype) -> Callable[..., None] | None:
 
 
 def worthwhile_threads(work: int, of_one: int) -> int:
-    """The number of threads to run a function with, if one thread does `of_one` units of work before the next pays."""
+    """The number of threads that are worth starting: one more for each `of_one` units of work, at most torch's."""
     return min(torch.get_num_threads(), 1 + work // of_one)
 
 

@@ -94,7 +94,7 @@ def _differing(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _fast(module: Any, run: Callable[..., None], kind: _Kind) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The norm by the compiled function."""
+    """The norm, computed by the compiled function `run`."""
     scale, eps, size = module.weight.detach().float() + kind.offset, _eps(module), len(module.weight)
 
     def normalize(x: torch.Tensor) -> torch.Tensor:

@@ -191,8 +191,8 @@ export function view(app) {
       onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], prompt.length + index)));
     }
     pins.watch(strips);
-    // Above the answers: below them, the button would move under the pointer with each line.
-    result.replaceChildren(h("h2", {}, title), legend(SURE), patching.stop, patchTrouble, h("div", { class: "pair" }, ...panes.map(([made]) => made)));
+    // Below the answers, the button would move with each line; alone in a line, it would move them when it disappears.
+    result.replaceChildren(h("h2", {}, title), h("div", { class: "row under" }, legend(SURE), patching.stop), patchTrouble, h("div", { class: "pair" }, ...panes.map(([made]) => made)));
     result.scrollIntoView({ block: "nearest" });
     const record = {
       model,

@@ -79,6 +79,12 @@ def begin(page: Page, view: str) -> None:
         page.get_by_role("button", name="Patch it there").click()
 
 
+def above_answers(page: Page) -> list[float]:
+    """The pixels from each heading of patched answers to these; none in other views."""
+    top = "one => one.querySelector('.pair').offsetTop - one.querySelector('h2').offsetTop"
+    return [one.evaluate(top) for one in page.locator(".patched:has(.pair)").all()]
+
+
 @pytest.mark.parametrize("view", SLOTS)
 def test_stop_frees_the_slots_of_a_view(opened, install, statistics, eventually, view):
     page = opened(f"#{'lens' if view == 'patch' else view}")
@@ -107,10 +113,12 @@ def test_stop_frees_the_slots_of_a_view(opened, install, statistics, eventually,
     for token in tokens:  # a readout's value comes after its token
         expect(token).to_have_attribute("style", re.compile("background"))
     stop = page.locator(".patched" if view == "patch" else "main").get_by_role("button", name="Stop")
+    height = above_answers(page)
     stop.click()
     running(0, WITHIN_S)
     expect(stop).to_be_hidden()
     assert page.locator(".error").count() == 0
+    assert above_answers(page) == height  # they do not jump
     for token in tokens:  # what came stays coloured, with the legend of its colours
         expect(token).to_have_attribute("style", re.compile("background"))
     if tokens:

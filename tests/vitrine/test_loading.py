@@ -157,3 +157,13 @@ def test_what_stored_nothing_says_so(server):
     failed = {"activations_meta": {"status": "failed", "reason": "the disk is full", "runs": [{"run_id": "a"}]}}
     with pytest.raises(ValueError, match="the disk is full"):
         vitrine.load(failed)
+    with pytest.raises(ValueError, match="'a' is not stored: the disk is full"):
+        vitrine.load({"run_id": "a", "status": "failed", "reason": "the disk is full", "points": {}})
+
+
+def test_an_answer_without_files_is_loaded_from_the_server(server):
+    asked = {"points": ["norm.output"], "return": "id"}
+    answer = server.complete("Ann has", max_tokens=0, capture=asked)
+    assert list(vitrine.load(answer, server=server)) == ["norm.output"]
+    with pytest.raises(ValueError, match="names no files.*give server="):
+        vitrine.load(answer)

@@ -93,6 +93,8 @@ def recorded(source: Any) -> list[Mapping[str, Any]]:
         ValueError: It stored nothing; the message has the reason.
     """
     if isinstance(source, Mapping) and "run_id" in source:
+        if source.get("status") == "failed":
+            raise ValueError(f"run {source['run_id']!r} is not stored: {source.get('reason')}")
         return [source]
     if isinstance(source, Sequence):
         return [run for one in source for run in recorded(one)]
