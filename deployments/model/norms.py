@@ -52,8 +52,8 @@ def replace_rms_norms(hf: nn.Module, switch: Switch) -> None:
             wanted = plain(x)
         except Exception:  # noqa: BLE001 - it needs other inputs, so it is another function
             continue
-        found = [(_differing(fast(x), wanted), fast) for fast in (_fast(module, run, kind) for kind in KINDS)]
-        differing, fast = min(found, key=lambda one: one[0])
+        candidates = [_fast(module, run, kind) for kind in KINDS]
+        differing, fast = min(((_differing(one(x), wanted), one) for one in candidates), key=lambda pair: pair[0])
         if differing <= DIFFERING:
             module.forward = functools.partial(_forward, switch, fast, plain, x.dtype, x.shape[-1])
 

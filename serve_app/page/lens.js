@@ -191,7 +191,7 @@ export function view(app) {
       onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], prompt.length + index)));
     }
     pins.watch(strips);
-    // Below the answers, the button would move with each line; alone in a line, it would move them when it disappears.
+    // Below the answers, the button would move with each line. On a line of its own, it would move them when it goes.
     result.replaceChildren(h("h2", {}, title), h("div", { class: "row under" }, legend(SURE), patching.stop), patchTrouble, h("div", { class: "pair" }, ...panes.map(([made]) => made)));
     result.scrollIntoView({ block: "nearest" });
     const record = {

@@ -80,7 +80,7 @@ def begin(page: Page, view: str) -> None:
 
 
 def above_answers(page: Page) -> list[float]:
-    """The pixels from each heading of patched answers to these; none in other views."""
+    """The pixels between a patch's heading and its answers; an empty list in other views."""
     top = "one => one.querySelector('.pair').offsetTop - one.querySelector('h2').offsetTop"
     return [one.evaluate(top) for one in page.locator(".patched:has(.pair)").all()]
 
