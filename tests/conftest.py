@@ -20,22 +20,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import settings
 
 from deployments.model_files.smollm2 import FetchError, bring
 from deployments.options import default_models_dir
-from tests import waiting
+from tests import profiles, waiting  # noqa: F401 - `profiles` for each property
 from vitrine.own_server import free_port
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 GSM8K = os.environ.get("GSM8K_DIR")
 MODELS = default_models_dir()  # this machine's: `cluster` has another
-
-# Examples of each property: the same few for each change, and many others now and then (see the Makefile).
-settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
-settings.register_profile("many", max_examples=200, deadline=None)
-settings.load_profile("few")
 
 # As many processes of tests as cores and more: more threads only wait for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -158,7 +152,7 @@ def cluster() -> Iterator[Cluster]:
         }
         os.environ |= {name: env[name] for name in ("RAY_USAGE_STATS_ENABLED", "VITRINE_HOME")}
         command = ["ray", "start", "--head", "--num-cpus=2", f"--port={port}", "--node-ip-address=127.0.0.1"]
-        command += [f"--dashboard-port={dashboard}", f"--temp-dir={directory / 'ray'}", "--block"]
+        command += [f"--dashboard-port={dashboard}", f"--temp-dir={directory / 'ray'}", "--block", "--num-gpus=0"]
         command += ["--include-log-monitor=false"]  # what replicas log stays in their files
         command += ["--dashboard-agent-listen-port=0"]  # 52365 else, and a second Ray on this machine takes no jobs
         with (directory / "head.log").open("wb") as log:

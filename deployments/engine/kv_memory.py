@@ -203,6 +203,12 @@ class KvMemory:
             kv.chain = self._known[key][0]
             kv.known += 1
 
+    def forget(self, kv: SequenceKv) -> None:
+        """Share no page of a sequence any more: one value that is not finite may have spoiled its earlier ones."""
+        for page in kv.pages[kv.passed : kv.known]:
+            if key := self._names.pop(page, None):
+                del self._known[key]
+
     @staticmethod
     def completes_page(before: int, after: int) -> bool:
         """Whether a sequence that has grown from `before` to `after` tokens has filled a page."""

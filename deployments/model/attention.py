@@ -2,12 +2,12 @@
 
 transformers looks attention functions up by name; while the engine runs a forward, the model's config names the one
 registered here. For an unknown name transformers builds no mask, and none is needed.
-
-More than 300 lines, because the kernel and torch's operations compute the same, side by side.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,16 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import AttentionInterface
 
-from deployments.model.kv_cache import PAGE, Packed, PagedCache, TokenSpan
+from deployments.model.kv_cache import Packed, PagedCache, TokenSpan
 from deployments.model.native import Call, attention_kernel, worthwhile_threads
 from deployments.model.packing import UnsupportedModelError
+from deployments.model.tables import Mask, Prompts, pages_of, reads, tables_of, uploaded
 from deployments.places.attention_patterns import ROWS, patterns_of
 
 NAME = "vitrine_packed"
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 THREAD_PRODUCTS = 500_000  # about 30 microseconds of a thread
-SPREAD = 2  # single rows share a gathered batch while the longest has at most this many times the shortest's pages
 
 
 class _Softmax(NamedTuple):
@@ -144,12 +146,13 @@ def _shown_patterns(
 
     def pattern(span: TokenSpan, first: int, keys: torch.Tensor) -> torch.Tensor:
         queries = query[:, :, first : first + span.count].clone(memory_format=torch.contiguous_format)
-        return _patterns(queries, keys[None], _reads(span, softmax.window, query.device), softmax)[0]
+        return _patterns(queries, keys[None], reads(span, softmax.window, query.device), softmax)[0]
 
     patterns = []
     for index in shown:
         span, first = packed.spans[index], packed.firsts[index]
-        keys = _gathered_keys(layer, span)
+        (pages,) = uploaded([pages_of(span)], query.device)
+        keys = _gathered_keys(layer, span, pages)
         if not _running.batch_invariant:
             patterns.append(pattern(span, first, keys))
             continue
@@ -198,115 +201,109 @@ def _by_torch(
     packed: Packed, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: _Softmax
 ) -> torch.Tensor:
     """[rows, heads, features]: a prompt's rows separately, single rows together with others of similar length."""
-    width, device = value.shape[3], query.device
-    pages, offsets, groups = _device_rows(packed, device)
-    layer.keys[pages, :, :, offsets] = key[0].transpose(0, 1)
-    layer.values[pages, :, offsets, :width] = value[0].transpose(0, 1)
+    width, tables = value.shape[3], tables_of(packed, query.device)
+    layer.keys[tables.pages, :, :, tables.offsets] = key[0].transpose(0, 1)
+    layer.values[tables.pages, :, tables.offsets, :width] = value[0].transpose(0, 1)
     out = query.new_empty(packed.rows, query.shape[1], width)
-    for first, span in zip(packed.firsts, packed.spans, strict=True):
-        if span.count == 1:
-            continue
-        keys, values = _gathered(layer, span, width)
-        reads = _reads(span, softmax.window, device)
+    together = tables.together if _fits_flash(query, width, softmax) else None
+    if together:
+        out[together.rows] = _flash(together, layer, query, key, value, softmax)
+    for first, span in tables.prompts if together is None else ():
         rows = slice(first, first + span.count)
-        found = _products(query[:, :, rows], keys[None], values[None], reads, softmax)
-        out[rows] = found[0].transpose(0, 1)
-    for at, padded, own in groups:
-        keys = layer.keys[padded].permute(0, 2, 3, 1, 4).flatten(3)  # [group, kv_heads, head_dim, keys]
-        values = layer.values[padded].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :width]
-        reads = _read_by(own, padded.shape[1] * PAGE, softmax.window)  # [group, keys]
-        unread = ~reads[:, None]  # unread memory may not be finite, and 0 x NaN is NaN
-        keys, values = keys.masked_fill(unread[:, :, None], 0), values.masked_fill(unread[..., None], 0)
+        keys, values = key[:, :, rows], value[:, :, rows]
+        if span.start:
+            keys, values = _gathered(layer, span, tables.prefixes[first], width)
+        mask = None if _is_causal(span, softmax) else tables.prompt_mask(first, span, softmax.window)
+        out[rows] = _products(query[:, :, rows], keys, values, mask, softmax)[0].transpose(0, 1)
+    for group, (at, table, _) in enumerate(tables.groups):
+        mask = tables.group_mask(group, softmax.window)  # [group, 1, 1, keys]
+        keys = layer.keys[table].permute(0, 2, 1, 4, 3).flatten(2, 3).contiguous()  # [group, kv_heads, keys, head_dim]
+        values = layer.values[table].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :width]
+        keys.masked_fill_(mask.unread.mT, 0)  # unread memory may not be finite, and 0 x NaN is NaN
+        values.masked_fill_(mask.unread.mT, 0)
         rows_of = query[0].transpose(0, 1)[at, :, None]  # [group, heads, 1, head_dim]
-        out[at] = _products(rows_of, keys.transpose(2, 3), values, reads[:, None, None], softmax).squeeze(2)
+        out[at] = _products(rows_of, keys, values, mask, softmax).squeeze(2)
     return out
 
 
-class _DeviceRows(NamedTuple):
-    """The pages of a forward pass's rows on a device: the same for every layer.
-
-    Attributes:
-        pages: [rows] the page that each row is written to.
-        offsets: [rows] its offset within that page.
-        groups: Single rows of similar length: [group] rows, [group, pages] their tables, [group, 1] positions.
-    """
-
-    pages: torch.Tensor
-    offsets: torch.Tensor
-    groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+def _fits_flash(query: torch.Tensor, width: int, softmax: _Softmax) -> bool:
+    """Whether torch's flash attention takes these rows."""
+    size = query.shape[3]
+    plain = not softmax.softcap and softmax.sinks is None
+    return plain and query.dtype.itemsize == 2 and width == size <= 256 and size % 8 == 0 and _has_flash(query.device)
 
 
-def _device_rows(packed: Packed, device: torch.device) -> _DeviceRows:
-    if device not in packed.uploaded:
-        singles = [one for one in zip(packed.firsts, packed.spans, strict=True) if one[1].count == 1]
-        groups = []
-        for group in _alike(singles):
-            tables = [span.kv.pages[: span.start // PAGE + 1] for _, span in group]
-            longest = max(map(len, tables))
-            padded = [table + [0] * (longest - len(table)) for table in tables]
-            rows = torch.tensor([first for first, _ in group], device=device)
-            own = torch.tensor([[span.start] for _, span in group], device=device)
-            groups.append((rows, torch.tensor(padded, device=device), own))
-        packed.uploaded[device] = _DeviceRows(packed.page_of.to(device), packed.offset.to(device), groups)
-    found: _DeviceRows = packed.uploaded[device]
-    return found
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _alike(singles: Sequence[tuple[int, TokenSpan]]) -> Iterator[list[tuple[int, TokenSpan]]]:
-    """Group single rows of similar length."""
-    group: list[tuple[int, TokenSpan]] = []
-    for one in sorted(singles, key=lambda one: one[1].start):
-        if group and one[1].start // PAGE + 1 > SPREAD * (group[0][1].start // PAGE + 1):
-            yield group
-            group = []
-        group.append(one)
-    if group:
-        yield group
+def _flash(
+    prompts: Prompts, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: _Softmax
+) -> torch.Tensor:
+    """[rows, heads, features] of all prompts in one call; each row reads the keys up to its own."""
+    keys, values = key[0, :, prompts.rows].transpose(0, 1), value[0, :, prompts.rows].transpose(0, 1)
+    if prompts.keys:
+        pages, offsets = prompts.keys
+        keys, values = layer.keys[pages, :, :, offsets], layer.values[pages, :, offsets, : value.shape[3]]
+    out: Any = varlen_attn(
+        query[0, :, prompts.rows].transpose(0, 1),
+        keys,
+        values,
+        prompts.starts,
+        prompts.key_starts,
+        prompts.longest,
+        prompts.most_keys,
+        scale=softmax.scaling,
+        window_size=(softmax.window - 1, 0),
+        **_GROUPED,
+    )
+    return out  # type: ignore[no-any-return]
 
 
-def _gathered(layer: Any, span: TokenSpan, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's keys [kv_heads, keys, head_dim] and values [kv_heads, keys, features] up to a span's end."""
+def _is_causal(span: TokenSpan, softmax: _Softmax) -> bool:
+    """Whether each row of a prompt reads all keys before it, which are the prompt's own, in torch's own products."""
+    reads_all = not span.start and (not softmax.window or softmax.window >= span.count)
+    return reads_all and not softmax.softcap and softmax.sinks is None
+
+
+def _gathered(layer: Any, span: TokenSpan, pages: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence's keys [1, kv_heads, keys, head_dim] and values [1, kv_heads, keys, features] up to a span's end."""
     stop = span.start + span.count
-    values = layer.values[_pages(layer, span)].transpose(0, 1).flatten(1, 2)[:, :stop, :width]
-    return _gathered_keys(layer, span), values
+    values = layer.values[pages].transpose(0, 1).flatten(1, 2)[:, :stop, :width]
+    return _gathered_keys(layer, span, pages)[None], values[None]
 
 
-def _gathered_keys(layer: Any, span: TokenSpan) -> torch.Tensor:
+def _gathered_keys(layer: Any, span: TokenSpan, pages: torch.Tensor) -> torch.Tensor:
     """A sequence's keys [kv_heads, keys, head_dim] up to a span's end; each head's lie at a multiple of a page."""
-    keys: torch.Tensor = layer.keys[_pages(layer, span)].permute(1, 0, 3, 2).flatten(1, 2)
+    keys: torch.Tensor = layer.keys[pages].permute(1, 0, 3, 2).flatten(1, 2).contiguous()
     return keys[:, : span.start + span.count]
 
 
-def _pages(layer: Any, span: TokenSpan) -> torch.Tensor:
-    """The pages of a sequence up to a span's end."""
-    stop = span.start + span.count
-    return torch.tensor(span.kv.pages[: -(-stop // PAGE)], device=layer.keys.device)
-
-
-def _reads(span: TokenSpan, window: int, device: torch.device) -> torch.Tensor:
-    """[1, 1, tokens, keys] whether each token of a span reads each key."""
-    stop = span.start + span.count
-    return _read_by(torch.arange(span.start, stop, device=device)[:, None], stop, window)[None, None]
-
-
-def _read_by(own: torch.Tensor, keys: int, window: int) -> torch.Tensor:
-    """[rows, keys] whether rows at the positions `own` [rows, 1] read each of `keys` keys."""
-    positions = torch.arange(keys, device=own.device)
-    reads = positions <= own
-    return reads & (positions > own - window) if window else reads
-
-
 def _products(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reads: torch.Tensor, softmax: _Softmax
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask | None, softmax: _Softmax
 ) -> torch.Tensor:
-    """[batch, heads, tokens, features] of a query [batch, heads, tokens, head_dim]."""
-    values = values.repeat_interleave(query.shape[1] // keys.shape[1], 1)
+    """[batch, heads, tokens, features] of a query [batch, heads, tokens, head_dim]; without a mask, causal.
+
+    Heads that share keys are a batch's or rows of one product, so that no key is copied for each of them.
+    """
+    (batch, heads, tokens, size), kv_heads = query.shape, keys.shape[1]
     if softmax.softcap or softmax.sinks is not None:
-        return _patterns(query, keys, reads, softmax) @ values
-    keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
-    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=reads, scale=softmax.scaling)
+        assert mask is not None
+        return _patterns(query, keys, mask.reads, softmax) @ values.repeat_interleave(heads // kv_heads, 1)
+    if tokens == 1:
+        query = query.reshape(batch, kv_heads, heads // kv_heads, size)
+    else:
+        assert batch == 1
+        query = query.reshape(kv_heads, heads // kv_heads, tokens, size)
+        keys, values = (part.transpose(0, 1).expand(-1, heads // kv_heads, -1, -1) for part in (keys, values))
+    added = None if mask is None else mask.added(query.dtype)
+    out = functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=added, is_causal=mask is None, scale=softmax.scaling
+    )
+    return out.reshape(batch, heads, tokens, -1)
 
 
-def _patterns(query: torch.Tensor, keys: torch.Tensor, reads: torch.Tensor, softmax: _Softmax) -> torch.Tensor:
+def _patterns(query: torch.Tensor, keys: torch.Tensor, read: torch.Tensor, softmax: _Softmax) -> torch.Tensor:
     """[batch, heads, tokens, keys] of a query [batch, heads, tokens, head_dim]."""
-    return patterns_of(query, keys, reads, softmax.scaling, softmax.softcap, softmax.sinks)
+    return patterns_of(query, keys, read, softmax.scaling, softmax.softcap, softmax.sinks)

@@ -20,6 +20,7 @@ _PAGE = Path("/proc/self/statm")
 _RESERVED = "vitrine pages of "  # how the names of reservations begin
 _NAME_CHARACTERS = 50  # of a model's name; a file's name has at most 249 bytes
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+_BROKEN = ("CUDA error", "Triton Error [CUDA]")
 _ASKED = re.compile(r"allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
 
 
@@ -100,13 +101,13 @@ def held_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The most memory held since the last call on a GPU; otherwise the memory held now."""
+def held_and_peak(device: torch.device) -> tuple[int, int]:
+    """Memory held now, and the most held since the last call on a GPU; elsewhere the former twice."""
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
+        allocated = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(device)
-        return peak
-    return held_bytes(device)
+        return allocated["current"], allocated["peak"]
+    return (held_bytes(device),) * 2
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -115,6 +116,15 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether a GPU reports more than a lack of memory, such as an illegal access or a failed assertion or launch.
+
+    Everything that the process does on the GPU fails from then on.
+    """
+    fault = isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in _BROKEN)
+    return isinstance(error, RuntimeError) and fault and not is_out_of_memory(error)
 
 
 def release_cached(device: torch.device) -> None:

@@ -60,12 +60,12 @@ class Packed:
         spans: The spans in order.
         rows: The total number of tokens.
         positions: [rows] position of each token in its sequence.
-        uploaded: Device -> data that attention by torch's operations needs in every layer.
+        tables: Device -> what attention by torch's operations needs in every layer; see `tables.py`.
     """
 
     def __init__(self, spans: Sequence[TokenSpan]) -> None:
         self.spans = spans
-        self.uploaded: dict[torch.device, Any] = {}
+        self.tables: dict[torch.device, Any] = {}
         counts = [span.count for span in spans]
         self.rows = sum(counts)
         self.firsts = [0, *np.cumsum(counts)[:-1].tolist()]  # each span's first row

@@ -52,6 +52,9 @@ def load(
     source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(source, **where)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_map is None and device != "cpu":
+        device_map = {"": device}  # a GPU gets the weights from the files, not through the host's memory
     hf: Any = AutoModelForCausalLM.from_pretrained(
         source,
         dtype=dtype,
@@ -59,8 +62,6 @@ def load(
         attn_implementation=None if attention == "auto" else attention,
         **where,
     )
-    if device_map is None:
-        hf = hf.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     has_bfloat16 = any(map(torch.cpu.get_capabilities().get, BFLOAT16))
     if hf.device.type == "cpu" and hf.dtype == torch.bfloat16 and not has_bfloat16:
         logger.warning(

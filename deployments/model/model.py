@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
@@ -18,6 +19,7 @@ from deployments.model.linear import replace_linear_layers
 from deployments.model.norms import replace_rms_norms
 from deployments.model.packing import UnsupportedModelError, find_packing
 from deployments.model.switch import Switch
+from deployments.model.tables import Tables, uploaded
 from deployments.model.unembedding import Unembedding
 from deployments.model.weights import SharedWeights
 from deployments.places.place import Place
@@ -71,6 +73,8 @@ class Model:
             raise UnsupportedModelError(f"{name} has no fast tokenizer, which streaming text needs")
         self.name = name
         self.hf = hf.eval().requires_grad_(False)
+        # cuDNN's attention makes a plan for each new shape, and nearly every step has one. A plan takes 23 to 37 ms.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.fast_layers = Switch()
         replace_linear_layers(self.hf, name, self.fast_layers)
         replace_rms_norms(self.hf, self.fast_layers)
@@ -149,11 +153,13 @@ class Model:
             [wanted, vocabulary] logits.
         """
         packed = Packed(spans)
-        rows = torch.tensor(wanted, dtype=torch.long, device=self.device)
-        inputs: dict[str, Any] = {
-            "input_ids": torch.tensor([list(ids)], device=self.device),
-            "position_ids": torch.from_numpy(packed.positions)[None].to(self.device),
-        }
+        host = [np.array([ids], dtype=np.int64), packed.positions[None], np.array(wanted, dtype=np.int64)]
+        if self.packs and self.device.type == "cuda":
+            packed.tables[self.device] = tables = Tables(packed, self.device, host)
+            input_ids, positions, rows = tables.more
+        else:
+            input_ids, positions, rows = uploaded(host, self.device)
+        inputs = {"input_ids": input_ids, "position_ids": positions}
         self._wanted = None if every_logit else rows
         try:
             if self.packs:

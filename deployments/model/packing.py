@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from deployments.model.device_memory import is_broken, is_out_of_memory
 from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # relative to the logits' norm
@@ -75,6 +76,8 @@ def _failure(model: Model) -> str | None:
     try:
         together = _together(model, prompts) if model.packs else [_in_pieces(model, prompt) for prompt in prompts]
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        if is_out_of_memory(error) or is_broken(error):
+            raise
         return f"{type(error).__name__}: {error}"  # architectures reject unsupported arguments with various errors
     worst = max(relative_error(a, b) for a, b in zip(together, alone, strict=True))
     if worst <= TOLERANCE.get(model.dtype, 1e-1):

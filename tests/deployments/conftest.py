@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from deployments.demo_model import WEIGHTS
 from deployments.model.load import load
 from deployments.model.model import Model
+from tests import profiles  # noqa: F401 - also where tests/conftest.py is left out
 
+DEVICE = os.environ.get("VITRINE_TEST_DEVICE", "cpu")  # of the models
 CONTEXT = 96
 WINDOW = 5  # shorter than nearly every prompt of the tests
 
@@ -136,7 +139,12 @@ def _build(architecture: str, dtype: torch.dtype = torch.float32, **overrides: A
     with torch.random.fork_rng():
         torch.manual_seed(0)
         hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return hf.eval()
+    return hf.eval().to(DEVICE)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if DEVICE != "cpu" and item.get_closest_marker("cpu"):
+        pytest.skip("about a CPU")
 
 
 @functools.cache
@@ -146,7 +154,7 @@ def _tiny(architecture: str, **overrides: Any) -> Model:
 
 @functools.cache
 def _demo() -> Model:
-    return load(str(WEIGHTS), dtype="float32", device="cpu")
+    return load(str(WEIGHTS), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,6 +13,7 @@ import torch
 from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.pattern_rows import PatternRows
 from deployments.engine.capture.row_sizes import DTYPES, SPARE_ROWS, RowSizes
+from deployments.model.device_memory import is_broken
 from deployments.places.place import Place, Point
 from deployments.points.capture import Capture
 from deployments.points.patterns import Patterns
@@ -249,10 +250,12 @@ class CaptureBuffer:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """A context in which an error ends the recording and nothing else."""
+        """A context in which an error ends the recording and nothing else, unless it is the device's."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
+            if is_broken(error):
+                raise
             self.give_up(str(error))
 
     def wanted(self, first: int, count: int) -> Sequence[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,8 +12,8 @@ from deployments.engine.capture.row_sizes import SPARE_ROWS
 from deployments.places.place import Place
 
 WINDOW_BYTES = 32 << 20  # on a CPU: size of the ring in which decoded rows gather before they are split by request
-GPU_PART = 128  # on a GPU: its memory divided by this is the ring's size; a window costs a copy per request and place
-BUDGET_PART = 4  # on a CPU: the memory for recorded rows divided by this is the ring's most, in addition to that memory
+GPU_PART = 128  # on a GPU: its memory divided by this is the ring's size; a window costs a copy for each place
+BUDGET_PART = 4  # the memory for recorded rows divided by this is the ring's most, on a CPU in addition to that memory
 WINDOW_STEPS = SPARE_ROWS  # for a request for its last rows, all rows of a window are spare
 
 
@@ -24,9 +24,10 @@ def window_bytes(device: torch.device, budget: int | None) -> int:
         device: The device.
         budget: Bytes of host memory for recorded rows; None for no limit.
     """
+    window = WINDOW_BYTES
     if device.type == "cuda":
-        return max(WINDOW_BYTES, torch.cuda.mem_get_info(device)[1] // GPU_PART)
-    return WINDOW_BYTES if budget is None else min(WINDOW_BYTES, budget // BUDGET_PART)
+        window = max(window, torch.cuda.mem_get_info(device)[1] // GPU_PART)
+    return window if budget is None else min(window, budget // BUDGET_PART)
 
 
 def places_of(recordings: Iterable[CaptureBuffer]) -> list[Place]:
@@ -91,8 +92,9 @@ class CaptureRing:
         fits = all(place in self._ring and self._ring[place].shape[1] >= columns for place in places)
         if fits and self._step < self._steps:
             return
+        host = {place: rows[: self._step].cpu() for place, rows in self._ring.items()} if self._step else {}
         for recording in self.recordings:
-            self.cut(recording)
+            self.cut(recording, host)
             recording.since = 0
         self._step = 0
         if not fits:
@@ -143,8 +145,14 @@ class CaptureRing:
         self.recordings.pop()
         self._places = places_of(self.recordings)
 
-    def cut(self, recording: CaptureBuffer) -> None:
-        """Copy a buffer's gathered rows to it; without memory for them it stops recording."""
+    def cut(self, recording: CaptureBuffer, host: Mapping[Place, torch.Tensor] | None = None) -> None:
+        """Copy a buffer's gathered rows to it; without memory for them it stops recording.
+
+        Args:
+            recording: The buffer.
+            host: The steps so far of all places on the host, so that a GPU sends each place's once.
+        """
+        ring = self._ring if host is None else host
         if recording.since < self._step:
             window = slice(recording.since, self._step)
             steps = self._step - recording.since
@@ -154,5 +162,5 @@ class CaptureRing:
             with recording.giving_up():
                 for place in places_of([recording]):
                     if not place.grows:
-                        recording.write(place, self._ring[place][window, column], first)
+                        recording.write(place, ring[place][window, column], first)
                 recording.keep(first, steps)

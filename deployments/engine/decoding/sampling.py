@@ -239,7 +239,8 @@ def draw(weights: torch.Tensor, numbers: Sequence[float], likeliest: torch.Tenso
     Returns:
         [rows] token ids with a weight above 0.
     """
-    cumulative = weights.cumsum(dim=-1)
+    # A GPU adds up a single row in an order that varies from call to call.
+    cumulative = weights.expand(max(2, len(weights)), -1).cumsum(dim=-1)[: len(weights)]
     at = torch.searchsorted(cumulative, _column(weights, numbers) * cumulative[:, -1:], right=True)  # [rows, 1]
     at = at.clamp_max_(weights.shape[-1] - 1)
     # Rounding may move a number near 1 past the end or, on a GPU, create a step where the weight is 0.

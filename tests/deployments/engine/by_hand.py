@@ -13,7 +13,6 @@ from deployments.model.model import Model, import_nnsight
 from deployments.places.place import Place, Point
 from deployments.points.capture import Capture
 
-nnsight = import_nnsight()
 Values = dict[str, torch.Tensor]  # point name -> [tokens, ...]
 
 
@@ -98,8 +97,13 @@ def hooked(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[
                 hooks.callback(module.register_forward_pre_hook(before(mine), with_kwargs=True).remove)
             else:
                 hooks.callback(module.register_forward_hook(after(mine)).remove)
-        logits = model.hf(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
-    return logits, seen
+        ids = torch.tensor([list(tokens)], device=model.hf.device)
+        logits = model.hf(input_ids=ids, use_cache=False).logits[0]
+    return logits.cpu(), _on_cpu(seen)
+
+
+def _on_cpu(values: Values) -> Values:
+    return {name: value.cpu() for name, value in values.items()}
 
 
 def _envoy(model: Model, place: Place) -> Any:
@@ -112,9 +116,10 @@ def _envoy(model: Model, place: Place) -> Any:
 @torch.inference_mode()
 def traced(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[torch.Tensor, Values]:
     """The same by nnsight's `trace`."""
+    nnsight = import_nnsight()
     places = [(place.side, mine, _envoy(model, place)) for place, mine in _in_order(edits).items()]
     values: Values = {}
-    with model.nnsight.trace(torch.tensor([list(tokens)])):
+    with model.nnsight.trace(torch.tensor([list(tokens)], device=model.device)):
         for side, mine, module in places:
             if side == "input":
                 module.input = _changed(module.input, mine, values)
@@ -122,14 +127,15 @@ def traced(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[
                 module.output = _changed(module.output, mine, values)
         seen = nnsight.save(values)
         logits = nnsight.save(model.nnsight.output.logits)
-    return logits[0], seen
+    return logits[0].cpu(), _on_cpu(seen)
 
 
 @torch.inference_mode()
 def generated(model: Model, prompt: Sequence[int], edit: Edit, new: int) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens of nnsight's `generate`, and the edited point's value [all tokens but the last, ...]."""
+    nnsight = import_nnsight()
     module, values, settings = _envoy(model, edit.point.place), {}, {"max_new_tokens": new, "do_sample": False}
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     settings |= {"min_new_tokens": new, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     with model.nnsight.generate(ids, **settings) as tracer:
         for step in tracer.iter[:new]:
@@ -137,4 +143,4 @@ def generated(model: Model, prompt: Sequence[int], edit: Edit, new: int) -> tupl
             module.output = _changed(module.output, [edit], values, first)
         seen = nnsight.save(values)
         tokens = nnsight.save(tracer.result)
-    return tokens[0, len(prompt) :].tolist(), seen[edit.point.name]
+    return tokens[0, len(prompt) :].tolist(), seen[edit.point.name].cpu()

@@ -37,7 +37,7 @@ def _prompt(length: int, seed: int = 0) -> list[int]:
 
 def _generate(model: Model, prompt: Sequence[int], new: int) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens of transformers' generate, and the logits [tokens, vocabulary] they came of."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     out = model.hf.generate(
         ids,
         attention_mask=torch.ones_like(ids),  # else it takes a prompt's pad tokens for padding
@@ -48,7 +48,7 @@ def _generate(model: Model, prompt: Sequence[int], new: int) -> tuple[list[int],
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).cpu()
 
 
 def _alone(model: Model, prompt: Sequence[int], new: int) -> list[int]:
@@ -68,7 +68,7 @@ def _same_greedy(model: Model, prompt: Sequence[int], got: Sequence[int], want: 
     first = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
     if first is None:
         return False
-    ids = torch.tensor([[*prompt, *want[:first]]])
+    ids = torch.tensor([[*prompt, *want[:first]]], device=model.device)
     top = model.hf(input_ids=ids, use_cache=False).logits[0, -1].topk(2).values
     return bool(top[0] - top[1] < TIE)
 
@@ -101,7 +101,7 @@ def _hooked(model: Model, tokens: Sequence[int], places: set[tuple[str, Any]]) -
     def keep(module: str, side: str, value: Any) -> None:
         if isinstance(value, tuple):
             value = value[1 if side == "weights" else 0]
-        seen[module, side] = value.detach().clone()
+        seen[module, side] = value.detach().to("cpu", copy=True)
 
     def before(module: str) -> Callable[..., None]:
         return lambda _, args, kwargs: keep(module, "input", next(iter((*args, *kwargs.values()))))
@@ -116,7 +116,7 @@ def _hooked(model: Model, tokens: Sequence[int], places: set[tuple[str, Any]]) -
                 hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
             else:
                 hooks.callback(module.register_forward_hook(after(path, side)).remove)
-        model.hf(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+        model.hf(input_ids=torch.tensor([list(tokens)], device=model.hf.device), use_cache=False)
     return seen
 
 
@@ -186,7 +186,8 @@ class Lone:
     @torch.inference_mode()
     def _forced(self, prompt: tuple[int, ...]) -> torch.Tensor:
         """[tokens - 1, vocabulary] logprobs behind each prompt token but the last in one plain forward."""
-        return self.model.hf(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        ids = torch.tensor([prompt], device=self.model.device)
+        return self.model.hf(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1).cpu()
 
     def check(self, request: Request, events: Sequence[Event], cancelled: bool) -> None:
         """Assert that these are a request's events, where the model fed the rare token gives nothing finite."""

@@ -61,9 +61,8 @@ def test_the_models_own_dtype_comes_bit_exact(build, byte_tokenizer, prompt, cap
     model = Model(build("qwen3").to(torch.bfloat16), byte_tokenizer, "qwen3")
     request = capturing(model, "a", prompt(8), 0, points=["layers.*.output"])
     engine, seen = Engine(model), []
-    hooks = [
-        layer.register_forward_hook(lambda *_args: seen.append(_args[2].clone())) for layer in model.hf.model.layers
-    ]
+    keep = lambda _, args, output: seen.append(output.to("cpu", copy=True))  # noqa: E731
+    hooks = [layer.register_forward_hook(keep) for layer in model.hf.model.layers]
     (finished,) = engine.generate([request])
     for hook in hooks:
         hook.remove()
@@ -149,7 +148,9 @@ def test_rows_given_in_pieces_are_whole_again_and_their_memory_is_free_for_the_n
                 assert torch.equal(value, first.captured.values[point])
 
 
-def test_with_little_memory_for_rows_they_go_out_while_their_request_decodes(tiny, prompt, capturing):
+def test_with_little_memory_for_rows_they_go_out_while_their_request_decodes(tiny, prompt, capturing, monkeypatch):
+    monkeypatch.setattr(ring, "WINDOW_BYTES", 4 << 10)
+    monkeypatch.setattr(ring, "GPU_PART", 1 << 60)  # on a GPU as on a CPU
     model = tiny("qwen3")
     engine = Engine(model, capture_bytes=16 << 10)
     request = capturing(model, "a", prompt(5), 60, points=["layers.*.output"])
@@ -248,6 +249,7 @@ def test_prompts_that_record_different_rows_and_points_share_forwards(
     window, tiny, prompt, capturing, lone_values, assert_rows_close, monkeypatch, caplog
 ):
     monkeypatch.setattr(ring, "WINDOW_BYTES", window)
+    monkeypatch.setattr(ring, "GPU_PART", 1 << 60)  # on a GPU as on a CPU
     model = tiny("gemma2")
     layers, mixed = ["layers.*.output"], ["layers.1.mlp.output", "layers.*.attention.heads", "lm_head.output"]
     asked = [

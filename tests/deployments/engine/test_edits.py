@@ -15,12 +15,13 @@ from deployments.engine.edits import Edit, Norms, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
+from tests.deployments.conftest import DEVICE
 
 PROMPT, NEW = 9, 6
 
 
 def vector(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def edited(model, id, prompt, edits, capturing=None, **fields):
@@ -76,8 +77,9 @@ def test_one_vector_for_all_heads_and_others_for_each_share_a_batch(tiny, prompt
 def test_each_token_may_be_replaced_by_its_own(tiny, prompt, capturing, assert_rows_close):
     model = tiny("llama")
     at = point_of(model, "layers.1.output")
-    few = Edit(at, "replace", tokens=Tokens(few=(2, PROMPT, PROMPT + 2)), vector=torch.randn(3, *at.shape))
-    whole = Edit(at, "replace", tokens=Tokens(1, PROMPT), vector=torch.randn(PROMPT - 1, *at.shape))
+    rows = torch.randn(PROMPT + 2, *at.shape, device=DEVICE)
+    few = Edit(at, "replace", tokens=Tokens(few=(2, PROMPT, PROMPT + 2)), vector=rows[:3])
+    whole = Edit(at, "replace", tokens=Tokens(1, PROMPT), vector=rows[3:])
     requests = [edited(model, str(i), prompt(PROMPT, i), [edit], capturing) for i, edit in enumerate((few, whole))]
     for request, done in zip(requests, Engine(model, prefill_tokens=5).generate(requests), strict=True):
         check(model, request, done, assert_rows_close)
@@ -109,9 +111,10 @@ def test_patching_a_run_into_itself_changes_nothing_and_the_clean_run_into_anoth
     (run,) = Engine(model).generate([capturing(model, "clean", clean, 1, points=names)])
 
     def patched(tokens):
+        rows = [run.captured.values[layer.name][:PROMPT].to(DEVICE) for layer in layers]
         edits = tuple(
-            Edit(layer, "replace", tokens=Tokens(0, PROMPT), vector=run.captured.values[layer.name][:PROMPT])
-            for layer in layers
+            Edit(layer, "replace", tokens=Tokens(0, PROMPT), vector=own)
+            for layer, own in zip(layers, rows, strict=True)
         )
         (done,) = Engine(model).generate([replace(capturing(model, "p", tokens, 1, points=names), edits=edits)])
         return done.captured.values["lm_head.output"][:PROMPT]
@@ -146,6 +149,7 @@ def test_a_request_that_loses_its_slot_is_changed_in_the_same_way_again(tiny, pr
         assert request.edits[1].norms.median == pytest.approx(alone.edits[1].norms.median, rel=1e-6)
 
 
+@pytest.mark.cpu
 def test_a_vector_for_all_tokens_is_not_repeated_for_each(tiny):
     at = point_of(tiny("qwen3"), "layers.0.output")
     steering = Edit(at, "add", vector=vector(at.shape[0]))

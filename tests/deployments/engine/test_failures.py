@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import FunctionType
 
 import pytest
+import torch
 
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.engine import Engine
@@ -120,3 +121,34 @@ def test_seeds_of_either_sign_are_different_seeds():
 
     assert len({number(seed) for seed in (-2, -1, 0, 1, 2)}) == 5
     assert number(-1) == number(-1)
+
+
+@pytest.mark.parametrize(
+    "message", ["CUDA error: an illegal memory access was encountered", "Triton Error [CUDA]: device-side assert"]
+)
+def test_a_broken_device_ends_the_engine(message, tiny, prompt, capturing):
+    engine = Engine(tiny("qwen3"))
+
+    def fails(*_):
+        raise torch.AcceleratorError(message)
+
+    hook = engine.model.hf.register_forward_pre_hook(fails)
+    try:
+        with pytest.raises(RuntimeError, match=message.partition(":")[2]):
+            engine.generate([Request(str(number), prompt(4), 2) for number in range(3)])
+    finally:
+        hook.remove()
+
+
+def test_a_device_without_memory_does_not(tiny, prompt):
+    engine = Engine(tiny("qwen3"))
+
+    def fails(*_):
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    hook = engine.model.hf.register_forward_pre_hook(fails)
+    try:
+        (failed,) = engine.generate([Request("a", prompt(4), 2)])
+    finally:
+        hook.remove()
+    assert (failed.reason, failed.code) == ("error", "out_of_memory")

@@ -8,21 +8,26 @@ import threading
 from dataclasses import replace
 from itertools import islice
 
-import jsonschema
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLParserLimits
 
-from deployments.chat.grammar import schema_rule, without_other_properties
 from deployments.engine import sequence
-from deployments.engine.decoding import guided as guided_module
-from deployments.engine.decoding.guided import MOST_CHARACTERS, GrammarCompiler
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import GRAMMAR_TOO_COMPLEX, GREEDY, Request, Sampling
 from deployments.errors import RequestError
+
+pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+pytest.importorskip("re2")
+import jsonschema
+from llguidance import LLParserLimits
+
+from deployments.chat.grammar import schema_rule, without_other_properties
+from deployments.engine.decoding import guided as guided_module
+from deployments.engine.decoding.guided import MOST_CHARACTERS, GrammarCompiler
 
 PATIENCE = 20  # seconds until a test gives up on what never comes
 PERSON = {

@@ -15,17 +15,21 @@ from deployments.engine import sequence as sequence_module
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request, Sampling
-from deployments.interventions.resolve import EditResolver
-from deployments.interventions.stored_tensors import FetchedTensors
 from deployments.model.kv_cache import PAGE
 from deployments.model.model import Model
 from deployments.model.packing import UnsupportedModelError
 from deployments.points.interventions import Intervention
 from deployments.points.patterns import Patterns
 
+pytest.importorskip("ray")
+from deployments.interventions.resolve import EditResolver
+from deployments.interventions.stored_tensors import FetchedTensors
+
 EXAMPLES = settings().max_examples // 4  # of schedules, for each model
 POINTS = ["layers.*.output", "layers.*.attention.heads", "layers.*.attention.weights", "lm_head.output"]
 SIZES = {"hidden_size": 96, "intermediate_size": 200, "max_position_embeddings": 512}
+
+pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture(scope="module", params=["qwen3-float32", "gpt2-float32", "mistral-bfloat16"])

@@ -17,6 +17,7 @@ from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Delta, LensLayers, Request, Sampling
 from deployments.errors import RequestError
 from deployments.model.model import Model
+from tests.deployments.conftest import DEVICE
 
 NEW = 6
 CLOSE = 2e-4
@@ -51,7 +52,8 @@ def by_hand(model, tokens, added=None):
     def forward(hooks):
         handles = [layers[layer].register_forward_hook(hook) for layer, hook in hooks]
         try:
-            return model.hf(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float().log_softmax(-1)
+            ids = torch.tensor([tokens], device=model.device)
+            return model.hf(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1).cpu()
         finally:
             for handle in handles:
                 handle.remove()
@@ -98,7 +100,8 @@ def test_every_architectures_lens_is_that_of_a_lone_forward_and_ends_in_its_own_
     architecture, tiny, prompt, capturing, drain, endings
 ):
     model = tiny(architecture)
-    at, vector = output(model, 1), 3 * torch.randn(output(model, 1).shape, generator=torch.Generator().manual_seed(0))
+    at, numbers = output(model, 1), torch.Generator().manual_seed(0)
+    vector = 3 * torch.randn(at.shape, generator=numbers).to(DEVICE)
     # Positions on which the edit begins: in the prompt, and among the answer.
     added = {"edited": (1, vector, 2), "edited later": (1, vector, 11)}
     edits = {id: (Edit(at, "add", tokens=Tokens(first), vector=vector),) for id, (_, _, first) in added.items()}
@@ -138,7 +141,7 @@ def test_scales_and_caps_of_logits_are_the_models_own(name, byte_tokenizer, prom
     config = getattr(transformers, kind)(**sizes, bos_token_id=1, eos_token_id=2, max_position_embeddings=96, **own)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Model(AutoModelForCausalLM.from_config(config).eval(), byte_tokenizer, name)
+        model = Model(AutoModelForCausalLM.from_config(config).eval().to(DEVICE), byte_tokenizer, name)
     assert model.unembedding.refusal is None
     engine, request = Engine(model), asking(model, "a", prompt(9), logprobs=20)
     engine.submit(request)
@@ -252,8 +255,9 @@ def test_memory_that_a_lens_does_not_find_costs_a_second_try(tiny, prompt, drain
 def test_a_layer_whose_values_are_not_finite_has_no_tokens(tiny, prompt, drain):
     model = tiny("qwen3")
     size = output(model, 0).shape
-    broken = Edit(output(model, 0), "replace", vector=torch.full(size, torch.inf))
-    mended = Edit(output(model, 1), "replace", vector=torch.randn(size, generator=torch.Generator().manual_seed(0)))
+    broken = Edit(output(model, 0), "replace", vector=torch.full(size, torch.inf, device=DEVICE))
+    sound = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mended = Edit(output(model, 1), "replace", vector=sound)
     engine = Engine(model)
     engine.submit(asking(model, "a", prompt(5), edits=(broken, mended)))
     engine.submit(asking(model, "beside", prompt(5)))

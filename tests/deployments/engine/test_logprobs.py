@@ -8,6 +8,7 @@ from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Request, Sampling
 from deployments.model.model import Model
+from tests.deployments.conftest import DEVICE
 
 SETTINGS = {
     "greedy": Sampling(0.0),
@@ -24,8 +25,8 @@ def of(events, id):
 @torch.inference_mode()
 def forced(model, prompt, tokens):
     """[tokens, vocabulary] logprobs of each next token in one plain forward."""
-    ids = torch.tensor([[*prompt, *tokens]])
-    return model.hf(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    ids = torch.tensor([[*prompt, *tokens]], device=model.device)
+    return model.hf(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
@@ -63,7 +64,7 @@ def test_a_greedy_token_is_the_first_of_its_likeliest(tiny, prompt, drain, endin
 
 
 def test_equally_likely_tokens_come_in_the_order_of_their_ids():
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 0.0]])
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 0.0]], device=DEVICE)
     for count in range(9):
         (one,) = choose(logits, [SamplingState(Request("", [1], 9, logprobs=count), frozenset(), 8)]).logprobs.values()
         assert [id for id, _ in one.top] == [1, 3, 5, 2, 4, 6, 0, 7][:count]

@@ -70,6 +70,7 @@ def small_machine(monkeypatch):
     monkeypatch.setattr(device_memory, "free_bytes", lambda _: (1 << 30) + held - device_memory.held_bytes(device))
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("small_machine")
 def test_pages_that_another_model_has_reserved_and_not_written_to_are_not_free(tiny):
     def reserved(name: str) -> kv_memory.KvMemory:
@@ -85,6 +86,7 @@ def test_pages_that_another_model_has_reserved_and_not_written_to_are_not_free(t
     assert reserved("llama").budget_bytes > 1.1 * beside
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("small_machine")
 def test_a_model_that_is_loaded_when_all_is_reserved_gets_a_tenth(tiny):
     first = kv_memory.KvMemory(tiny("qwen3"), 10**7, kv_fraction=0.99)
@@ -138,6 +140,7 @@ V1 = {
 }
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("files", "left"),
     [(V2, 600), (V1, 600), (V2 | {"memory.max": "max"}, None), (V2 | {"memory.max": "300"}, 0), ({}, None)],

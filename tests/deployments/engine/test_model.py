@@ -112,6 +112,7 @@ def test_without_a_compiler_torchs_operations_give_the_same(
             assert_rows_close(done.captured.values[point], want, point)
 
 
+@pytest.mark.cpu
 def test_a_compiler_that_fails_is_said_and_torch_stands_in(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "FLAGS", ("--no-such-flag",))

@@ -16,9 +16,9 @@ from deployments.model.model import Model
 
 CHILD = """
 import json, resource, sys
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 import torch
-import conftest
+from tests.deployments import conftest
 from deployments.engine.engine import Engine
 from deployments.model.model import Model
 from deployments.engine.request import Request
@@ -42,10 +42,11 @@ print(json.dumps([roomy, served(second)]))
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to its address space")
 def test_a_prompt_for_which_one_forward_has_no_memory_is_run_in_smaller_pieces():
     requests = [("short", 30, 8), ("long", 4500, 4), ("other", 200, 8)]
-    code = CHILD.format(tests=str(Path(__file__).parents[1]), requests=requests, limit=110)  # MiB
+    code = CHILD.format(root=str(Path(__file__).parents[3]), requests=requests, limit=110)  # MiB
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-2000:]
     (want, none), (got, failures) = json.loads(ran.stdout.splitlines()[-1])

@@ -20,6 +20,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.request import Delta
 from deployments.model.model import Model
 from deployments.points.patterns import Patterns
+from tests.deployments.conftest import DEVICE
 
 RATIO, FLOOR = 1.5, 2**-10
 LENGTHS = (1, 13, 40, 6, 21)
@@ -41,8 +42,9 @@ def assert_no_further(got, plain, exact, name):
 @torch.inference_mode()
 def own_logprobs(model, end):
     """[tokens] of the tokens that a request got, in one plain forward."""
-    logits = model.hf(input_ids=torch.tensor([[*end.prompt, *end.tokens]]), use_cache=False).logits[0]
-    logprobs = logits[len(end.prompt) - 1 : -1].float().log_softmax(-1)
+    ids = torch.tensor([[*end.prompt, *end.tokens]], device=DEVICE)
+    logits = model.hf(input_ids=ids, use_cache=False).logits[0]
+    logprobs = logits[len(end.prompt) - 1 : -1].float().log_softmax(-1).cpu()
     return logprobs.gather(-1, torch.tensor(end.tokens)[:, None]).squeeze(-1)
 
 
@@ -93,7 +95,8 @@ def test_edited_values_stray_no_further_than_those_edited_by_hand(name, build, b
     model, twin = Model(rounded, byte_tokenizer, "bfloat16"), SimpleNamespace(hf=exact)
     hidden, attention = point_of(model, "layers.0.output"), point_of(model, "layers.1.attention.output")
     numbers = torch.Generator().manual_seed(0)
-    direction, rows = torch.randn(hidden.shape, generator=numbers), torch.randn(13, *hidden.shape, generator=numbers)
+    direction = torch.randn(hidden.shape, generator=numbers).to(DEVICE)
+    rows = torch.randn(13, *hidden.shape, generator=numbers).to(DEVICE)
     edits = [
         Edit(hidden, "add", vector=direction),
         Edit(attention, "project_out", vector=direction),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import count
 from typing import NamedTuple
 from zlib import crc32
@@ -19,7 +20,7 @@ from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.request import Sampling
 from deployments.places.place import Point
-from tests.deployments.conftest import SERVED
+from tests.deployments.conftest import DEVICE, SERVED
 
 OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace", "replace by rows")
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
@@ -69,7 +70,7 @@ class Asked(NamedTuple):
             shape = (len(tokens.within(0, prompt + NEW)), *shape)
         elif self.seed % 2:
             shape = shape[-1:]  # one vector for all heads
-        drawn = torch.randn(shape, generator=numbers)
+        drawn = torch.randn(shape, generator=numbers).to(DEVICE)
         part = {"tokens": tokens, "features": features, "heads": heads}
         match self.op:
             case "scale" | "zero":
@@ -127,7 +128,7 @@ def test_each_operation_anywhere_is_the_same_edit_by_hand_and_by_nnsight(
     def holds(batch):
         sent = list(requests(batch))
         done = Engine(model, max_running=5, prefill_tokens=16).generate(sent)
-        by_nnsight = next(batches_run) % len(OPERATIONS)
+        by_nnsight = next(batches_run) % len(OPERATIONS) if find_spec("nnsight") else None
         for i, (request, end) in enumerate(zip(sent, done, strict=True)):
             tokens, edits = [*request.prompt, *end.tokens], [*request.edits, head]
             for run in (hooked, traced) if i == by_nnsight else (hooked,):
@@ -144,12 +145,13 @@ def test_what_nnsight_generates_with_an_edit_is_what_the_engine_does(
     architecture, tiny, prompt, capturing, same_tokens, assert_rows_close
 ):
     """Each of four edits at a module that returns a tuple or at one that returns a tensor, two at either."""
+    pytest.importorskip("nnsight")
     model, ids = tiny(architecture), prompt(8)
     tensor = "layers.0.output" if architecture.startswith("opt") else "layers.0.mlp.output"  # OPT has no such module
     places = [point_of(model, name) for name in ("layers.1.attention.output", tensor)]
     assert places[0].shape == places[1].shape
-    drawn = torch.randn(places[0].shape, generator=torch.Generator().manual_seed(1))
-    rows = torch.randn(3, *places[0].shape, generator=torch.Generator().manual_seed(2))
+    drawn = torch.randn(places[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    rows = torch.randn(3, *places[0].shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     # Half of the architectures have the first two edits at the tuple, the others at the tensor.
     a, b = places if list(SERVED).index(architecture) % 2 else reversed(places)
     edits = [

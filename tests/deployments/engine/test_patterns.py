@@ -23,9 +23,9 @@ WEIGHTS = [f"layers.{i}.attention.weights" for i in range(3)]
 @torch.inference_mode()
 def shown(model, tokens):
     """Point -> [heads, tokens, tokens] of transformers' own forward."""
-    ids = torch.tensor([list(tokens)])
+    ids = torch.tensor([list(tokens)], device=model.device)
     found = model.hf(input_ids=ids, use_cache=False, output_attentions=True).attentions
-    return {name: weights[0] for name, weights in zip(WEIGHTS, found, strict=True)}
+    return {name: weights[0].cpu() for name, weights in zip(WEIGHTS, found, strict=True)}
 
 
 def assert_shown(model, request, finished, tolerance=1e-4):

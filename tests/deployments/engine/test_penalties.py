@@ -17,6 +17,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Delta, Request, Sampling
 from deployments.errors import RequestError
+from tests.deployments.conftest import DEVICE
 
 VOCABULARY = 16
 EOS = frozenset([2])
@@ -46,7 +47,7 @@ def processed(logits, request, answer):
     ids = torch.tensor([[*request.prompt, *answer]])
     scores = logits[None].clone()
     if sampling.logit_bias:
-        scores = SequenceBiasLogitsProcessor([[[id], bias] for id, bias in sampling.logit_bias.items()])(ids, scores)
+        scores = SequenceBiasLogitsProcessor({(id,): bias for id, bias in sampling.logit_bias.items()})(ids, scores)
     if sampling.repetition_penalty != 1:
         scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
     for token in set(answer):
@@ -67,20 +68,20 @@ def having_said(request, answer, vocabulary=VOCABULARY):
 @given(st.lists(st.tuples(asked, tokens), min_size=1, max_size=5), st.integers(0, 99))
 def test_every_row_of_a_batch_is_adjusted_as_transformers_adjusts_it_alone(batch, seed):
     logits = 3 * torch.randn(len(batch), VOCABULARY, generator=torch.Generator().manual_seed(seed))
-    scores = logits.clone()
+    scores = logits.to(DEVICE, copy=True)
     adjust(scores, [having_said(request, answer) for request, answer in batch])
-    for got, row, (request, answer) in zip(scores, logits, batch, strict=True):
+    for got, row, (request, answer) in zip(scores.cpu(), logits, batch, strict=True):
         torch.testing.assert_close(got[None], processed(row, request, answer), rtol=1e-5, atol=1e-5)
 
 
 def test_a_prompt_id_that_the_head_cannot_give_is_not_penalized():
     request = Request("", [3, 20], 10, Sampling(0.0, repetition_penalty=2.0, logit_bias={21: 5.0}))
-    assert choose(torch.ones(1, VOCABULARY), [having_said(request, [])]).failed == {}
+    assert choose(torch.ones(1, VOCABULARY, device=DEVICE), [having_said(request, [])]).failed == {}
 
 
 def generated(model, prompt, new, **settings):
     """Greedy tokens of transformers' generate with its own processors."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     out = model.hf.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -136,7 +137,7 @@ def test_settings_that_leave_no_token_end_their_row_alone():
     barred = having_said(Request("", [1], 9, Sampling(0.0, min_tokens=1), stop_token_ids=everything), [])
     drawing = having_said(Request("", [1], 9, Sampling(1.0, min_tokens=1), stop_token_ids=everything), [])
     plain = having_said(Request("", [1], 9), [])
-    logits = torch.arange(3 * VOCABULARY, dtype=torch.float32).view(3, VOCABULARY)
+    logits = torch.arange(3 * VOCABULARY, dtype=torch.float32, device=DEVICE).view(3, VOCABULARY)
     chosen = choose(logits, [barred, plain, drawing])
     assert chosen.failed == {0: NO_TOKEN_LEFT, 2: NO_TOKEN_LEFT}
     assert chosen.tokens[1] == VOCABULARY - 1

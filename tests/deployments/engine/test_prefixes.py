@@ -14,7 +14,9 @@ from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import NO_PAGE, KvMemory
 from deployments.engine.request import Request
+from deployments.model import attention
 from deployments.model.kv_cache import PAGE, SequenceKv
+from deployments.model.model import Model
 
 BEGINNING = 3 * PAGE  # tokens
 
@@ -77,6 +79,23 @@ def test_what_an_edit_changed_is_neither_taken_nor_given(two, tiny):
     changed = engine.generate([replace(two[1], edits=(late,))])[0]
     assert (plain.cached, changed.cached) == (2 * PAGE, 2 * PAGE)
     assert [plain.tokens, changed.tokens] == alone
+
+
+def test_what_a_failed_forward_pass_may_have_spoiled_is_not_given(two, build, byte_tokenizer, monkeypatch):
+    """In torch's attention, a value that is not finite spoils earlier rows of its prompt, too."""
+    monkeypatch.setattr(attention, "attention_kernel", lambda _: None)
+    model = Model(build("qwen3"), byte_tokenizer, "qwen3")
+    spoiled, sound = two[0], replace(two[1], prompt=[*two[0].prompt[:-1], 251])
+    spoiled = replace(spoiled, prompt=[*spoiled.prompt[:-1], 250])
+
+    def spoil(_, args, output):
+        return output.masked_fill((args[0] == 250)[..., None], torch.nan)
+
+    model.hf.get_input_embeddings().register_forward_hook(spoil)
+    engine = Engine(model)
+    assert engine.generate([spoiled])[0].reason == "error"
+    (done,) = engine.generate([sound])
+    assert (done.reason, done.cached) == ("length", 0)
 
 
 def test_pages_that_are_kept_give_way_to_whoever_needs_them(tiny, prompt):

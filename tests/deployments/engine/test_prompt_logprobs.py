@@ -22,8 +22,8 @@ def of(events, id):
 @torch.inference_mode()
 def forced(model, prompt):
     """[tokens - 1, vocabulary] logprobs of each token behind the first in one plain forward."""
-    ids = torch.tensor([list(prompt)])
-    return model.hf(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    ids = torch.tensor([list(prompt)], device=model.device)
+    return model.hf(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1).cpu()
 
 
 def assert_plain(model, prompt, got, likeliest):

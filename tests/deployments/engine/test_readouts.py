@@ -16,8 +16,6 @@ from pydantic import TypeAdapter
 
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Finished, PromptLogprobs, Request
-from deployments.interventions.resolve import EditResolver
-from deployments.interventions.stored_tensors import FetchedTensors
 from deployments.interventions.used_readouts import UsedReadouts
 from deployments.model.model import Model
 from deployments.points.capture import Capture
@@ -25,6 +23,11 @@ from deployments.points.interventions import Interventions
 from deployments.points.readouts import AskedReadouts, When
 from deployments.readouts.checks import define
 from deployments.readouts.values import Readout
+from tests.deployments.conftest import DEVICE
+
+pytest.importorskip("ray")
+from deployments.interventions.resolve import EditResolver
+from deployments.interventions.stored_tensors import FetchedTensors
 
 sys.path.append(str(Path(__file__).parent.parent / "readouts"))  # importlib mode adds no folder
 from saes_by_hand import linear, sae
@@ -45,9 +48,9 @@ def invariant(build, byte_tokenizer):
 
 
 @functools.cache
-def held(hidden: int, batch_invariant: bool = False) -> dict[str, Readout]:
+def held(hidden: int, batch_invariant: bool = False, device: str = DEVICE) -> dict[str, Readout]:
     """Readouts of a model whose rows have so many entries."""
-    cpu, last = torch.device("cpu"), "layers.1.output"
+    on, last = torch.device(device), "layers.1.output"
     files = {
         "early": linear(hidden, point="layers.0.output", activation="none"),
         "mid": linear(hidden, 3, seed=1, point="layers.0.output", activation="none"),
@@ -55,7 +58,7 @@ def held(hidden: int, batch_invariant: bool = False) -> dict[str, Readout]:
         "sae": sae(hidden, 64, "topk", point="layers.0.output"),
         "relu": sae(hidden, 96, point=last),
     }
-    return {name: Readout(define(data, {"name": name}), cpu, batch_invariant) for name, data in files.items()}
+    return {name: Readout(define(data, {"name": name}), on, batch_invariant) for name, data in files.items()}
 
 
 def request(
@@ -102,7 +105,8 @@ ALL = {"points": ["layers.0.output", "layers.1.output"], "dtype": "float32"}
 def test_values_are_those_of_the_offline_probe_on_the_captured_rows(model) -> None:
     (done,) = Engine(model).generate([request(model, "a", PROMPT, 6, ["early", "mid", "late", "sae"], capture=ALL)])
     assert done.captured is not None
-    captured, readouts = done.captured.values, held(model.points.named("embed.output", "")[0].shape[-1])
+    captured = done.captured.values
+    readouts = held(model.points.named("embed.output", "")[0].shape[-1], device="cpu")
     for number, (name, point) in enumerate([("early", 0), ("mid", 0), ("late", 1)]):
         want = readouts[name].encode(captured[f"layers.{point}.output"])
         got = rows_of(done, number)
@@ -297,7 +301,7 @@ def test_an_answer_ends_before_the_token_that_would_follow_the_row_that_met_the_
 
 @pytest.mark.parametrize("op", ["add", "clamp", "scale", "zero"])
 def test_a_features_change_moves_the_row_by_its_direction(model, op) -> None:
-    readout = held(model.points.named("embed.output", "")[0].shape[-1])["relu"]
+    readout = held(model.points.named("embed.output", "")[0].shape[-1], device="cpu")["relu"]
     (plain,) = Engine(model).generate([request(model, "a", PROMPT, 1, capture=ALL)])
     before = plain.captured.values["layers.1.output"]
     features = readout.encode(before)
@@ -391,6 +395,7 @@ def test_over_random_schedules_a_request_gives_alone_what_it_gives_in_company(mo
                 torch.testing.assert_close(*rows, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("seed", range(3))
 def test_batch_invariant_values_have_the_same_bits_in_any_company(invariant, seed) -> None:
     for asked, got, alone in together_and_alone(invariant, seed):

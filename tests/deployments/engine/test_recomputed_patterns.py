@@ -29,8 +29,9 @@ LENGTHS = [(1, "all"), (17, "prompt"), (30, "all"), (6, "generated"), (9, "last"
 @torch.inference_mode()
 def assert_eager(twin, request, finished, tolerance=1e-5):
     """All rows of all points are those of a lone forward of the twin, which is loaded with eager attention."""
-    ids = torch.tensor([[*request.prompt, *finished.tokens]])
-    want = dict(zip(WEIGHTS, twin.hf(input_ids=ids, output_attentions=True).attentions, strict=True))
+    ids = torch.tensor([[*request.prompt, *finished.tokens]], device=twin.device)
+    found = twin.hf(input_ids=ids, output_attentions=True).attentions
+    want = {name: weights.cpu() for name, weights in zip(WEIGHTS, found, strict=True)}
     assert finished.captured.values.keys() == {point.name for point in request.points}
     for name, patterns in finished.captured.values.items():
         for k, one in zip(finished.captured.positions, patterns, strict=True):
@@ -135,7 +136,8 @@ def test_where_eager_attention_does_more_patterns_are_refused_with_what_to_do(bu
     eager = modeling_llama.eager_attention_forward
 
     def leaning(module, query, key, value, attention_mask, **options):
-        return eager(module, query, key, value, attention_mask + torch.arange(key.shape[2]), **options)
+        leant = attention_mask + torch.arange(key.shape[2], device=key.device)
+        return eager(module, query, key, value, leant, **options)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", leaning)
     points = Points.learn(build("llama"))

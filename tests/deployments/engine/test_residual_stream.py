@@ -9,6 +9,7 @@ import torch
 
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
+from tests.deployments.conftest import DEVICE
 
 # Attention and MLP read the same in three of them; OPT 350M norms the sum.
 WITHOUT = {"gpt_neox", "falcon_parallel", "falcon_two_norms", "opt_norms_behind"}
@@ -47,7 +48,7 @@ def test_a_change_of_it_goes_on_in_the_stream(model, prompt, capturing):
     asked = [capturing(model, name, of, 0, points=[at, last]) for name, of in {"a": ids, "b": other}.items()]
     own, wanted = engine.generate(asked)
     rows = wanted.captured.values[at]
-    edit = Edit(asked[0].points[0], "replace", Tokens(0, 8), vector=rows)
+    edit = Edit(asked[0].points[0], "replace", Tokens(0, 8), vector=rows.to(DEVICE))
     changed, beside = engine.generate([replace(asked[0], edits=(edit,)), replace(asked[0], id="c")])
     torch.testing.assert_close(changed.captured.values[last], wanted.captured.values[last], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(beside.captured.values[last], own.captured.values[last], rtol=1e-4, atol=1e-5)

@@ -12,13 +12,14 @@ from deployments.engine.decoding.sampling import NOT_FINITE, choose, draw, weigh
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.engine import Engine
 from deployments.engine.request import GREEDY, Request, Sampling
+from tests.deployments.conftest import DEVICE
 
 VOCABULARY = 24
 
 
 def warped(logits, sampling):
     """Probabilities as transformers' generate would draw by them, [vocabulary]."""
-    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None])
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None].cpu())
     if sampling.top_k > 0:
         scores = TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
@@ -30,12 +31,12 @@ def warped(logits, sampling):
 
 def probabilities(logits, sampling):
     """[vocabulary], as a row is drawn by them."""
-    weights = weigh(logits[None].clone(), [sampling])[0]
+    weights = weigh(logits[None].clone(), [sampling])[0].cpu()
     return weights / weights.sum()
 
 
 def random_logits(seed, scale=2.0, vocabulary=VOCABULARY):
-    return scale * torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed))
+    return scale * torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def sampler(sampling, prompt=(1,), **fields):
@@ -64,7 +65,7 @@ samplings = st.builds(
 @given(st.lists(st.tuples(st.integers(0, 99), samplings), min_size=1, max_size=6))
 def test_any_settings_in_one_batch_give_each_row_transformers_probabilities(batch):
     logits = torch.stack([random_logits(seed, scale=3.0) for seed, _ in batch])
-    weights = weigh(logits.clone(), [sampling for _, sampling in batch])
+    weights = weigh(logits.clone(), [sampling for _, sampling in batch]).cpu()
     for row, got, (_, sampling) in zip(logits, weights, batch, strict=True):
         torch.testing.assert_close(got / got.sum(), warped(row, sampling), rtol=1e-4, atol=1e-6)
 
@@ -72,13 +73,13 @@ def test_any_settings_in_one_batch_give_each_row_transformers_probabilities(batc
 @pytest.mark.parametrize("sampling", [Sampling(top_k=2000), Sampling(top_p=0.97), Sampling(1.5, 0.9, 2500, min_p=1e-3)])
 def test_a_nucleus_wider_than_the_first_look_is_found_whole(sampling):
     rows = [random_logits(seed, scale, vocabulary=3000) for seed, scale in enumerate([0.1, 8.0, 0.5])]
-    weights = weigh(torch.stack(rows), [sampling] * 3)
+    weights = weigh(torch.stack(rows), [sampling] * 3).cpu()
     for row, got in zip(rows, weights, strict=True):
         torch.testing.assert_close(got / got.sum(), warped(row, sampling), rtol=1e-4, atol=1e-7)
 
 
 def test_equals_of_the_last_token_kept_are_kept_with_it():
-    logits = torch.tensor([3.0, 2.0, 2.0, 2.0, 0.0])
+    logits = torch.tensor([3.0, 2.0, 2.0, 2.0, 0.0], device=DEVICE)
     for sampling in (Sampling(top_k=2), Sampling(top_p=0.6)):
         assert probabilities(logits, sampling).nonzero().flatten().tolist() == [0, 1, 2, 3]
 
@@ -94,7 +95,7 @@ def test_the_narrowest_settings_take_the_likeliest_token(sampling):
 
 
 def test_of_two_likeliest_greedy_settings_take_the_same():
-    logits = torch.tensor([[0.0, 5.0, 1.0, 5.0]]).expand(20, -1)
+    logits = torch.tensor([[0.0, 5.0, 1.0, 5.0]], device=DEVICE).expand(20, -1)
     for sampling in (Sampling(top_k=1), Sampling(top_p=0.0), Sampling(min_p=1.0)):
         assert choose(logits, [sampler(sampling) for _ in range(20)]).tokens == [1] * 20
 
@@ -104,15 +105,15 @@ def test_numbers_spread_evenly_draw_each_token_as_often_as_its_probability():
     logits = random_logits(seed=5)
     weights = weigh(logits.expand(grid, -1).clone(), [Sampling(1.3, min_p=0.02)] * grid)
     numbers = [(i + 0.5) / grid for i in range(grid)]
-    drawn = draw(weights, numbers, torch.zeros(grid, dtype=torch.int64))
+    drawn = draw(weights, numbers, torch.zeros(grid, dtype=torch.int64, device=DEVICE)).cpu()
     shares = torch.bincount(drawn, minlength=VOCABULARY) / grid
     torch.testing.assert_close(shares, warped(logits, Sampling(1.3, min_p=0.02)), rtol=0, atol=2 / grid)
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 0.9999999, 1 - 1e-16])
 def test_a_token_of_no_probability_is_never_drawn(number):
-    logits = random_logits(seed=3).masked_fill(torch.arange(VOCABULARY) % 2 == 0, -torch.inf)
-    logits[-1] = -torch.inf
+    logits = random_logits(seed=3)
+    logits[::2] = logits[-1] = -torch.inf
     weights = weigh(logits[None].clone(), [Sampling()])
     assert weights[0, draw(weights, [number], logits.argmax()[None])] > 0
 
@@ -145,9 +146,8 @@ def test_rows_get_the_same_whatever_their_neighbours_even_where_these_are_not_fi
             made.add(token)
         return made
 
-    logits = torch.stack(
-        [torch.full((VOCABULARY,), value) for value in broken] + [random_logits(seed) for seed, _ in batch]
-    )
+    not_finite = [torch.full((VOCABULARY,), value, device=DEVICE) for value in broken]
+    logits = torch.stack([*not_finite, *(random_logits(seed) for seed, _ in batch)])
     samplers = [make(Sampling(seed=0)) for _ in broken] + [make(sampling) for _, sampling in batch]
     together = choose(logits, samplers)
     assert together.failed == dict.fromkeys(range(len(broken)), NOT_FINITE)
@@ -202,7 +202,7 @@ def test_greedy_and_sampled_requests_share_a_batch(tiny, prompt, alone, same_gre
 def test_tokens_of_a_request_follow_the_models_distribution(tiny, prompt):
     model = tiny("qwen3")
     with torch.inference_mode():
-        logits = model.hf(input_ids=torch.tensor([prompt(5)]), use_cache=False).logits[0, -1]
+        logits = model.hf(input_ids=torch.tensor([prompt(5)], device=model.device), use_cache=False).logits[0, -1]
     requests = [Request(str(seed), prompt(5), 1, Sampling(0.7, top_k=4, seed=seed)) for seed in range(600)]
     drawn = torch.tensor([finished.tokens[0] for finished in Engine(model).generate(requests)])
     want = 600 * warped(logits, Sampling(0.7, top_k=4))

@@ -81,7 +81,7 @@ def play(engine, requests, piece):
     return events, most
 
 
-@pytest.mark.parametrize("how", ["kernel", "torch"])
+@pytest.mark.parametrize("how", [pytest.param("kernel", marks=pytest.mark.cpu), "torch"])
 @settings(max_examples=EXAMPLES)
 @given(
     lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6),

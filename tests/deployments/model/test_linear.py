@@ -17,7 +17,7 @@ from deployments.model.packing import relative_error
 from deployments.model.switch import Switch
 from deployments.tiles import TILE
 
-pytestmark = pytest.mark.skipif(not linear.AVAILABLE, reason="oneDNN is not used here")
+pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not linear.AVAILABLE, reason="oneDNN is not used here")]
 ROWS = (0, 1, 3, 32, 100, SIZES[-1], SIZES[-1] + 1, 3 * SIZES[-1] - 5)
 
 

@@ -11,11 +11,15 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from deployments.model import norms
 from deployments.model.native import rms_norm_kernel
 from deployments.model.norms import replace_rms_norms
 from deployments.model.switch import Switch
 
-pytestmark = pytest.mark.skipif(rms_norm_kernel(torch.float32) is None, reason="there is no C compiler")
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(rms_norm_kernel(torch.float32) is None, reason="there is no C compiler"),
+]
 SIZES = (7, 64, 100, 576)
 
 
@@ -73,6 +77,15 @@ def test_values_are_those_of_the_module_and_each_rows_bits_the_same_in_any_compa
         different = ~torch.isclose(found.float(), wanted.float(), rtol=1e-5, atol=0)
         assert different.float().mean() < 0.01
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [LlamaRMSNorm, Gemma2RMSNorm, Olmo2RMSNorm, lambda size: nn.RMSNorm(size, 1e-5)])
+def test_on_a_gpu_torchs_own_norm_stands_in(make, dtype, monkeypatch):
+    """Its functions run on a CPU, too."""
+    monkeypatch.setattr(norms, "rms_norm_kernel", lambda _: None)
+    monkeypatch.setattr(norms, "_candidates", lambda module: [norms._by_torch(module, kind) for kind in norms.KINDS])
+    test_values_are_those_of_the_module_and_each_rows_bits_the_same_in_any_company(make, dtype)
 
 
 def test_rows_of_another_width_are_refused_as_by_the_module():

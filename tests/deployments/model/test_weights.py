@@ -13,6 +13,8 @@ from deployments.model.weights import SharedWeights
 FEW = ["qwen3", "gpt2"]  # with and without tied weights
 IDS = torch.arange(3, 20)[None]
 
+pytestmark = pytest.mark.cpu
+
 
 def mapped(hf):
     """What another process makes of a module, and the module."""

@@ -71,7 +71,7 @@ def record(hf, modules):
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
     with torch.inference_mode():
-        hf(input_ids=torch.arange(3, 11)[None], use_cache=False)
+        hf(input_ids=torch.arange(3, 11, device=hf.device)[None], use_cache=False)
     for handle in handles:
         handle.remove()
     return seen

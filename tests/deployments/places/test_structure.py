@@ -76,7 +76,7 @@ def test_modules_that_differ_are_told_apart(build, byte_tokenizer):
     from deployments.places.points import Points
 
     hf = build("llama", num_hidden_layers=4)
-    hf.model.layers[1].mlp.gate_proj = torch.nn.Linear(32, 48, bias=True)
+    hf.model.layers[1].mlp.gate_proj = torch.nn.Linear(32, 48, bias=True, device=hf.device)
     paths = {module["path"] for module in walk(structure(hf, Points.learn(hf), 96)["modules"])}
     layers = {path for path in paths if path.count(".") == 2 and path.startswith("model.layers.")}
     assert layers == {"model.layers.0", "model.layers.1", "model.layers.2-3"}

@@ -1,0 +1,181 @@
+"""The rows of one forward pass on a device, for attention by torch's operations: made once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deployments.model.kv_cache import PAGE, Packed, TokenSpan
+
+SPREAD = 2  # single rows share a gathered batch while the longest has at most this many times the shortest's pages
+ALIGNED = 8  # entries: torch copies a mask in every call if its rows do not begin at multiples of these
+
+
+class Mask:
+    """Which keys each row reads.
+
+    Attributes:
+        reads: [batch, 1, tokens, keys] bool.
+    """
+
+    def __init__(self, reads: torch.Tensor) -> None:
+        self.reads = reads
+        self._added: dict[torch.dtype, torch.Tensor] = {}
+
+    @cached_property
+    def unread(self) -> torch.Tensor:
+        """The opposite of `reads`."""
+        return ~self.reads
+
+    def added(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to products: 0 where a key is read, else minus infinity."""
+        if dtype not in self._added:
+            *shape, keys = self.reads.shape
+            room = self.reads.new_zeros(*shape, -(-keys // ALIGNED) * ALIGNED, dtype=dtype)
+            self._added[dtype] = room[..., :keys].masked_fill_(self.unread, -torch.inf)
+        return self._added[dtype]
+
+
+class Prompts(NamedTuple):
+    """All spans of several tokens, for one call of attention.
+
+    Attributes:
+        rows: Their rows.
+        starts: [spans + 1] int32 the first of these rows of each, and their number.
+        key_starts: [spans + 1] int32 the same of the keys that they read.
+        longest: The most tokens of a span.
+        most_keys: The most keys of a span.
+        keys: The page and offset of each key; None if all keys are of these rows.
+    """
+
+    rows: slice
+    starts: torch.Tensor
+    key_starts: torch.Tensor
+    longest: int
+    most_keys: int
+    keys: tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Tables:
+    """Pages and masks of a forward pass's rows.
+
+    Attributes:
+        together: All prompts, on a GPU.
+        pages: [rows] the page that each row is written to.
+        offsets: [rows] its offset within that page.
+        prompts: Spans of several tokens, with their first rows.
+        prefixes: First row -> the pages of a prompt that begins after its sequence's first token.
+        groups: Single rows of similar length: [group] rows, [group, pages] their tables, [group, 1] positions.
+        more: The other arrays that were uploaded.
+    """
+
+    def __init__(self, packed: Packed, device: torch.device, more: Sequence[np.ndarray] = ()) -> None:
+        """Upload the tables.
+
+        Args:
+            packed: The forward pass.
+            device: Where its attention runs.
+            more: Further arrays to upload with them.
+        """
+        spans = list(zip(packed.firsts, packed.spans, strict=True))
+        self.prompts = [(first, span) for first, span in spans if span.count > 1]
+        prefixed = [(first, span) for first, span in self.prompts if span.start]
+        groups = list(_alike([one for one in spans if one[1].count == 1]))
+        arrays = [packed.page_of.numpy(), packed.offset.numpy(), *(pages_of(span) for _, span in prefixed)]
+        for group in groups:
+            arrays += [np.array([first for first, _ in group]), _table(group)]
+            arrays.append(np.array([[span.start] for _, span in group]))
+        found = iter(uploaded([*arrays, *more], device))
+        self.pages, self.offsets = next(found), next(found)
+        self.prefixes = {first: next(found) for first, _ in prefixed}
+        self.groups = [(next(found), next(found), next(found)) for _ in groups]
+        self.more = list(found)
+        self.together = self._prompts_together(device) if device.type == "cuda" else None
+        self._masks: dict[tuple[int, int], Mask] = {}
+
+    def _prompts_together(self, device: torch.device) -> Prompts | None:
+        """All prompts, if their rows follow each other."""
+        counts = [span.count for _, span in self.prompts]
+        first, rows = self.prompts[0][0] if counts else 0, sum(counts)
+        if not counts or self.prompts[-1][0] + counts[-1] != first + rows:
+            return None
+        stops = [span.start + span.count for _, span in self.prompts]
+        arrays = [np.cumsum([0, *counts]), np.cumsum([0, *stops])]
+        if self.prefixes:
+            positions = [np.arange(stop) for stop in stops]
+            pages = [pages_of(span)[at // PAGE] for (_, span), at in zip(self.prompts, positions, strict=True)]
+            arrays += [np.concatenate(pages), np.concatenate(positions) % PAGE]
+        starts, key_starts, *keys = uploaded(arrays, device)
+        found = (keys[0], keys[1]) if keys else None
+        return Prompts(slice(first, first + rows), starts.int(), key_starts.int(), max(counts), max(stops), found)
+
+    def prompt_mask(self, first: int, span: TokenSpan, window: int) -> Mask:
+        """The mask [1, 1, tokens, keys] of the prompt with this first row."""
+        if (first, window) not in self._masks:
+            self._masks[first, window] = Mask(reads(span, window, self.pages.device))
+        return self._masks[first, window]
+
+    def group_mask(self, group: int, window: int) -> Mask:
+        """The mask [rows, 1, 1, keys] of a group of single rows."""
+        _, table, own = self.groups[group]
+        if (~group, window) not in self._masks:
+            self._masks[~group, window] = Mask(_read_by(own, table.shape[1] * PAGE, window)[:, None, None])
+        return self._masks[~group, window]
+
+
+def tables_of(packed: Packed, device: torch.device) -> Tables:
+    """A forward pass's tables on a device: layers may be on several."""
+    if device not in packed.tables:
+        packed.tables[device] = Tables(packed, device)
+    found: Tables = packed.tables[device]
+    return found
+
+
+def uploaded(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Arrays of int64 on a device. A GPU receives all of them in one copy, for which the host does not wait."""
+    if device.type != "cuda":
+        return [torch.from_numpy(array).to(device) for array in arrays]
+    host = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
+    parts = torch.split(host.to(device, non_blocking=True), [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def pages_of(span: TokenSpan) -> np.ndarray:
+    """[pages] the pages of a sequence up to a span's end."""
+    return np.array(span.kv.pages[: -(-(span.start + span.count) // PAGE)], dtype=np.int64)
+
+
+def reads(span: TokenSpan, window: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, tokens, keys] whether each token of a span reads each key."""
+    stop = span.start + span.count
+    return _read_by(torch.arange(span.start, stop, device=device)[:, None], stop, window)[None, None]
+
+
+def _read_by(own: torch.Tensor, keys: int, window: int) -> torch.Tensor:
+    """[rows, keys] whether rows at the positions `own` [rows, 1] read each of `keys` keys."""
+    positions = torch.arange(keys, device=own.device)
+    found = positions <= own
+    return found & (positions > own - window) if window else found
+
+
+def _table(group: Sequence[tuple[int, TokenSpan]]) -> np.ndarray:
+    """[group, pages] the pages of single rows, those of shorter sequences filled up with page 0."""
+    tables = [span.kv.pages[: span.start // PAGE + 1] for _, span in group]
+    longest = max(map(len, tables))
+    return np.array([table + [0] * (longest - len(table)) for table in tables], dtype=np.int64)
+
+
+def _alike(singles: Sequence[tuple[int, TokenSpan]]) -> Iterator[list[tuple[int, TokenSpan]]]:
+    """Group single rows of similar length."""
+    group: list[tuple[int, TokenSpan]] = []
+    for one in sorted(singles, key=lambda one: one[1].start):
+        if group and one[1].start // PAGE + 1 > SPREAD * (group[0][1].start // PAGE + 1):
+            yield group
+            group = []
+        group.append(one)
+    if group:
+        yield group
