@@ -9,7 +9,7 @@ LOCKED := $(PIP) --require-hashes
 # Each of many processes would compile torch and Ray again: their first import takes 26 s then, and 10 s otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page bench-attacks clean
+.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -60,12 +60,10 @@ lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
 	$(BIN)/python locks/lock.py
 
-bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page bench-attacks  ## all benchmarks but bench-gpu, one after another
+bench: bench-engine bench-serving bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page  ## all benchmarks but bench-gpu, one after another
 
-bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight, requests beside each other, readouts
+bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight, readouts
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.company
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.waiting
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.readouts
 
 bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transformers, and speed
@@ -73,9 +71,6 @@ bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transfo
 
 bench-serving: $(VENV)/.ready-dev  ## the cost of HTTP, and transformers serve
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving
-
-bench-memory: $(VENV)/.ready-dev  ## host memory while much is recorded
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.memory
 
 bench-catalogue: $(VENV)/.ready-dev  ## finding stored runs, 100,000 of them
 	$(BIN)/python -m benchmarks.activations.catalogue
@@ -85,7 +80,6 @@ bench-reading: $(VENV)/.ready-dev  ## training batches compared with a plain mem
 
 bench-writing: $(VENV)/.ready-dev  ## the activation store's writer compared with the raw disk
 	$(BIN)/python -m benchmarks.activations.writing
-	$(BIN)/python -m benchmarks.activations.cliffs
 
 bench-evaluating: $(VENV)/.ready-dev  ## the evaluator beside the load generator
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.evaluating
@@ -98,9 +92,6 @@ bench-experiments: $(VENV)/.ready-dev  ## patch grids and sweeps by the client c
 
 bench-page: $(VENV)/.ready-dev  ## the page in a browser: its first view, and scrolling
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.page
-
-bench-attacks: $(VENV)/.ready-dev  ## another client's latency under attacks
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving.attacks
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'

@@ -1,1 +1,1 @@
-"""Benchmarks of the activation store: writing, reading, its catalogue, collecting, and rates at large sizes."""
+"""Benchmarks of the activation store: writing, reading, its catalogue, and collecting."""

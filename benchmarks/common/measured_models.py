@@ -54,7 +54,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
     else:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            config = Qwen3Config(max_position_embeddings=4096, **SHAPES[name])  # type: ignore[arg-type]
+            config = Qwen3Config(max_position_embeddings=8192, **SHAPES[name])  # type: ignore[arg-type]
             hf = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         with torch.no_grad():  # the demo tokenizer's pieces of words and characters get logits of 0
             hf.get_output_embeddings().weight[:1024] = 0

@@ -1,1 +1,1 @@
-"""Benchmarks of a server over HTTP: its speed, attacks on it, and the client's experiments."""
+"""Benchmarks of a server over HTTP: its speed, and the client's experiments."""

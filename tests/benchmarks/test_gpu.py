@@ -1,30 +1,61 @@
-"""The GPU benchmark at a size for a CPU: it agrees with transformers and writes its results."""
+"""The GPU benchmark at a size for a CPU: every section finds what it is for, and is written at once."""
 
 from __future__ import annotations
 
 import json
 
-from benchmarks import gpu
+import pytest
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.sections import apart
+from benchmarks.gpu.speeds import VARIANTS
 
 
-def test_it_agrees_with_transformers_and_keeps_its_findings(tmp_path, capsys):
-    path = tmp_path / "found.json"
-    assert gpu.main(["--size=tiny", "--rows=1", "--rows=3", "--new-tokens=4", f"--json={path}"]) == 0
-    found = json.loads(path.read_text())
-    head, _ = json.JSONDecoder().raw_decode(capsys.readouterr().out)
-    assert head == {name: value for name, value in found.items() if name != "sizes"}
-    assert set(head) == {"device", "versions", "copy_bytes_per_second", "new_tokens"}
-    assert set(head["versions"]) == {"torch", "transformers"}
-    tiny = found["sizes"]["tiny"]
-    assert tiny["dtype"] == "torch.float32"
-    assert {name: check["ok"] for name, check in tiny["parity"].items()} == dict.fromkeys(
-        ("greedy", "capture", "steering"), True
-    )
-    assert tiny["parity"]["greedy"]["same_tokens"] == tiny["parity"]["steering"]["same_tokens"] == 3
-    assert tiny["parity"]["capture"]["worst_relative"] < 1e-4
-    assert set(tiny["rows"]) == {"1", "3"}
-    for ways in tiny["rows"].values():
-        assert set(ways) == {"generate", "engine", "one layer", "all layers", "steered"}
-        for numbers in ways.values():
-            assert set(numbers) == {"tokens_per_second", "of_roofline", "of_generate", "peak_bytes"}
-            assert min(numbers.values()) > 0
+@pytest.fixture
+def found(tmp_path, capsys):
+    """Runs some sections; gives what was written, which is also what was printed."""
+
+    def run(*names, code=0):
+        only = [f"--only={name}" for name in names]
+        path = tmp_path / "found.json"
+        assert gpu.main(["--size=tiny", *only, "--deadline=300", f"--json={path}"]) == code
+        found = json.loads(path.read_text())
+        assert found["device"] == "cpu"
+        printed = capsys.readouterr().out
+        for title, outcome in found["sections"].items():
+            assert f'"{title}"' in printed
+            assert outcome.pop("seconds") >= 0
+        return {title.removesuffix(", tiny"): outcome for title, outcome in found["sections"].items()}
+
+    return run
+
+
+def test_the_engine_agrees_with_transformers_in_pieces_and_after_preemption(found):
+    (checked,) = found("parity")["parity"].values()
+    assert checked["ok"]
+    assert checked["preempted"] > 0
+    assert checked["greedy in float32"] == [256, 256]
+    assert checked["worst row, relative"]["engine"] < 1e-5
+
+
+def test_a_step_is_counted_by_line(found):
+    counted = found("census")["census"]
+    assert counted["sampled"]["operations"] > counted["greedy"]["operations"] > 0
+    assert any(line.startswith("decoding/sampling.py:") for line in counted["sampled"]["by line"])
+
+
+def test_speeds_are_measured_beside_generate_and_with_each_variant(found):
+    sections = found("machine", "decode", "prefill", "ways", "variants")
+    assert sections["machine"]["versions"]["torch"]
+    assert set(sections["decode"]) > {"1 x 80", "3 x mixed"}
+    assert set(sections["prefill"]) == {"1 x 40", "3 x 16"}
+    assert {"3 rows, all layers, served", "3 rows, 32 vectors", "3 rows, top_p and logprobs"} < set(sections["ways"])
+    assert set(sections["variants"]) == {"as it is", "as it is, again", *VARIANTS}
+    for name in ("prefill", "ways", "variants"):
+        assert all(value > 0 for cell in sections[name].values() for value in cell.values())
+
+
+def test_a_section_that_fails_says_why_and_ends_nothing_else():
+    plan = gpu.Plan("no such size", "cpu")
+    assert "KeyError" in apart("decode", plan, 60)["error"]
+    assert "deadline" in apart("decode", plan, 1)["error"]

@@ -50,14 +50,6 @@ def test_the_engine_is_measured_beside_its_peers(tmp_path):
 
 
 @pytest.mark.long
-def test_decode_steps_are_measured_beside_a_busy_process(tmp_path):
-    printed, found = run("engine.waiting", tmp_path / "waiting", *SMALL, "--dtype=float32")
-    parts = {f"{rows} at once, {beside}" for rows in (1, 8, 32) for beside in ("alone", "beside a busy process")}
-    assert set(found["cases"]["tiny, float32"]) == parts
-    assert "a decode step, ms" in printed
-
-
-@pytest.mark.long
 def test_ways_to_collect_are_measured_and_store_the_same_rows(tmp_path):
     ways = ["script", "engine", "collect", "served", "requests"]
     options = ["--model=vitrine-demo", "--dtype=float32", "--prompts=3", "--rounds=1", "--threads=1"]
@@ -67,18 +59,6 @@ def test_ways_to_collect_are_measured_and_store_the_same_rows(tmp_path):
         assert len(case[part]["ways"]) == len(ways)
         assert sum(name.startswith(f"{part}, 100% of the rows") for name in case) == len(ways) - 2
     assert not found["failed"]  # as where rows differ
-
-
-@pytest.mark.long
-def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
-    _, found = run("engine.memory", tmp_path / "memory", *SMALL, "--slow-disk=1e6", "--others=1")
-    case = found["cases"]["tiny, float32"]
-    plain, slow = case["capture"], case["capture, slow disk, beside others"]
-    assert list(plain["marks"]) == ["prompt in", "finished", "stored"]
-    assert len(plain["times"]) == len(plain["resident"]) == len(plain["held"])
-    assert plain["stored"] == slow["stored"] > 0
-    assert case["no capture"]["stored"] == 0
-    assert not list(tmp_path.glob("store-*"))
 
 
 @pytest.mark.long

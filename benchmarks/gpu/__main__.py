@@ -1,0 +1,65 @@
+"""Measure the engine on a GPU: `python -m benchmarks.gpu`; `gpu.md` beside this folder says how.
+
+What a section found is written as soon as it ends. `--size tiny` runs all of it on a CPU in small. Ends with 1 where a
+section failed or its check did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.case import Plan
+from benchmarks.gpu.sections import SECTIONS, apart
+from benchmarks.gpu.speeds import VARIANTS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the sections, and write what each found; gives the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = ("tiny", "qwen3-0.6b", "qwen3-8b")
+    parser.add_argument("--size", choices=sizes, action="append", help="again for more than one; both Qwen3 shapes")
+    parser.add_argument("--device", help="cuda unless the size is tiny")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="a section; again for more than one")
+    parser.add_argument("--variant", choices=VARIANTS, action="append", help="a variant to compare; all of them")
+    parser.add_argument("--deadline", type=float, default=420, help="seconds for all of it")
+    parser.add_argument("--json", type=Path, help="where the findings go, beside those of other sections there")
+    options = parser.parse_args(arguments)
+    chosen: list[str] = options.size or list(sizes[1:])
+    device = options.device or ("cpu" if chosen == ["tiny"] else "cuda")
+    found: dict[str, Any] = {"device": device, "sections": {}}
+    if options.json and options.json.exists():
+        found = json.loads(options.json.read_text())
+    ends = time.monotonic() + options.deadline
+    for size, name in _order(chosen, options.only or list(SECTIONS)):
+        left = min(SECTIONS[name].limit_s, ends - time.monotonic())
+        plan = Plan(size, device, tuple(options.variant or VARIANTS))
+        title = f"{name}, {size}" if SECTIONS[name].each_size else name
+        began = time.monotonic()
+        outcome = apart(name, plan, left)
+        found["device"] = outcome.pop("device", found["device"])
+        found["sections"][title] = outcome | {"seconds": round(time.monotonic() - began, 1)}
+        print(json.dumps({title: found["sections"][title]}, indent=1), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found))
+    return int(any(_is_bad(outcome) for outcome in found["sections"].values()))
+
+
+def _order(sizes: list[str], names: list[str]) -> list[tuple[str, str]]:
+    """The sections that run once, those of each size, and `batching`, which decides least."""
+    once = [(sizes[0], name) for name in SECTIONS if not SECTIONS[name].each_size]
+    each = [(size, name) for size in sizes for name in SECTIONS if SECTIONS[name].each_size and name != "batching"]
+    return [one for one in (*once, *each, *((size, "batching") for size in sizes)) if one[1] in names]
+
+
+def _is_bad(outcome: dict[str, Any]) -> bool:
+    parts = [outcome, *(part for part in outcome.values() if isinstance(part, dict))]
+    return any("error" in part or part.get("ok") is False for part in parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Tokens per second of the engine, of `generate` and of `generate_batch`, and what each capability costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional
+from transformers import ContinuousBatchingConfig
+
+from benchmarks.common.measuring import timed
+from benchmarks.gpu.case import SERVED_CAPTURE_BYTES, Case, Found, Plan, settings
+from benchmarks.gpu.machine import bandwidth
+from deployments.engine.engine import Engine
+from deployments.engine.request import Sampling
+from deployments.model import attention, model, tables
+from deployments.model.switch import Switch
+
+SAMPLED: dict[str, Any] = {"sampling": Sampling(temperature=0.8, top_p=0.9, seed=0), "logprobs": 5}
+STEERED = 32  # requests with a vector of their own
+VECTORS = f"{STEERED} vectors"
+ALREADY_WARM = 50_000  # tokens of all prompts, beyond which smaller ones have warmed up what there is to
+FEW = 2  # tokens of the shorter `generate`; the difference to a longer one is decoding alone
+
+
+def decode(plan: Plan) -> Found:
+    """Decoding alone, beside the time in which the device reads the weights and the keys and values once."""
+    case, copied = Case(plan), bandwidth(plan.device)
+    yield "copy, bytes/s", copied
+    yield "weight bytes", case.weight_bytes
+    case.decode(case.requests(plan.rows[-1], (8, 8), 8))  # for nothing
+    for rows in plan.rows:
+        for context, lengths in plan.contexts.items():
+            new = case.new_tokens(rows, lengths)
+            requests = case.requests(rows, lengths, new)
+            prompts = [request.prompt for request in requests]
+            held = sum(map(len, prompts)) + rows * new // 2
+            floor = (case.weight_bytes + held * case.kv_bytes) / copied
+            rate = case.decode(requests)
+            case.engine(1)
+            if held < ALREADY_WARM:
+                case.generate(prompts, FEW)
+            short = case.generate(prompts, FEW)
+            step = (case.generate(prompts, FEW + plan.steps) - short) / plan.steps
+            yield (
+                f"{rows} x {context}",
+                {
+                    "engine, tokens/s": rate,
+                    "generate, tokens/s": rows / step,
+                    "engine, ms/step": 1e3 * rows / rate,
+                    "floor, ms/step": 1e3 * floor,
+                    "engine / generate": rate * step / rows,
+                    "engine / floor": rate * floor / rows,
+                },
+            )
+
+
+def prefill(plan: Plan) -> Found:
+    """Prompt tokens per second: until each request has its first token."""
+    case = Case(plan)
+    for count, length in plan.prompts:
+        requests = case.requests(count, (length, length), 1)
+        prompts = [request.prompt for request in requests]
+        ours = [case.total(requests) for _ in range(2)]
+        case.engine(1)
+        theirs = [case.generate(prompts, 1) for _ in range(2)]
+        yield (
+            f"{count} x {length}",
+            {
+                "engine, tokens/s": count * length / min(ours),
+                "generate, tokens/s": count * length / min(theirs),
+                "engine, first turn": count * length / ours[0],
+                "engine / generate": min(theirs) / min(ours),
+            },
+        )
+
+
+def ways(plan: Plan) -> Found:
+    """Whole requests whose rows are recorded, vectors added, texts streamed and tokens drawn."""
+    case = Case(plan)
+    layer = f"layers.{case.model.points.layer_count // 2}.output"
+    asked: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "plain": ({}, {}),
+        "one layer": ({"points": [layer]}, {}),
+        "all layers": ({"points": ["layers.*.output"]}, {}),
+        "all layers, served": ({"points": ["layers.*.output"]}, {"capture_bytes": SERVED_CAPTURE_BYTES}),
+        "streamed": ({"streamed": True}, {}),
+        "top_p and logprobs": (SAMPLED, {}),
+        VECTORS: ({}, {}),
+    }
+    for rows in plan.rows[1:]:
+        lengths, new, plain = next(iter(plan.contexts.values())), 3 * plan.steps, 0.0
+        case.total(case.requests(rows, lengths, 4))  # for nothing
+        for name, (fields, options) in asked.items():
+            requests = case.requests(rows, lengths, new, **fields)
+            if name == VECTORS:
+                requests = [
+                    replace(one, edits=(case.steering(seed),) if seed < STEERED else ())
+                    for seed, one in enumerate(requests)
+                ]
+            rate = rows * new / case.total(requests, **options)
+            plain = plain or rate
+            yield f"{rows} rows, {name}", {"tokens/s": rate, "of plain": rate / plain}
+
+
+def batching(plan: Plan) -> Found:
+    """Whole requests, prompts included: the engine beside transformers' continuous batching."""
+    case, new = Case(plan), 4 * plan.steps
+    blocks = 64 if plan.tiny else None  # by default most of the memory
+    config = ContinuousBatchingConfig(allow_block_sharing=False, num_blocks=blocks)
+    greedy = settings(new)
+    greedy.eos_token_id = -1  # its way of saying that there is none
+    for rows in plan.rows[1:]:
+        for context, lengths in plan.contexts.items():
+            requests = case.requests(rows, lengths, new)
+            prompts = [list(request.prompt) for request in requests]
+
+            def batched(prompts: list[list[int]] = prompts) -> list[list[int]]:
+                out = case.hf.generate_batch(
+                    inputs=prompts, generation_config=greedy, continuous_batching_config=config
+                )
+                return [list(one.generated_tokens) for one in out.values()]
+
+            ours = min(case.total(requests) for _ in range(2))
+            case.engine(1)
+            theirs = min(timed(batched, plan.device).seconds for _ in range(2))
+            yield (
+                f"{rows} x {context}",
+                {
+                    "engine, tokens/s": rows * new / ours,
+                    "generate_batch, tokens/s": rows * new / theirs,
+                    "engine / generate_batch": theirs / ours,
+                },
+            )
+
+
+# ---- variants: what the engine does now, undone
+
+
+def _repeated(query: Any, keys: Any, values: Any, mask: Any, softmax: Any) -> torch.Tensor:
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    added = None if mask is None else mask.added(query.dtype)
+    return functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=added, is_causal=mask is None, scale=softmax.scaling
+    )
+
+
+def _counting_memory(self: Engine) -> None:
+    self._note_memory()
+    _note(self)
+
+
+@contextmanager
+def _cudnn() -> Iterator[None]:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def _pageable() -> Iterator[None]:
+    def each(arrays: Any, device: torch.device) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(device) for array in arrays]
+
+    with patch.object(tables, "uploaded", each), patch.object(model, "uploaded", each):
+        yield
+
+
+_note = Engine._note
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "cudnn": _cudnn,
+    "tables-per-layer": lambda: patch.object(attention, "tables_of", tables.Tables),
+    "repeated-heads": lambda: patch.object(attention, "_products", _repeated),
+    "one-prompt-a-call": lambda: patch.object(attention, "_fits_flash", lambda *_: False),
+    "own-norms": lambda: patch.object(Switch, "turned_on", lambda _: nullcontext()),
+    "pageable-uploads": _pageable,
+    "memory-each-step": lambda: patch.object(Engine, "_note", _counting_memory),
+}
+
+
+def variants(plan: Plan) -> Found:
+    """Decoding and prompts with one improvement undone, between two turns of the engine as it is.
+
+    On a CPU, attention also runs by torch's operations, which they are about.
+    """
+    case = Case(plan)
+    vars(attention)["attention_kernel"] = lambda _: None
+    rows, lengths = plan.rows[1], plan.contexts["mixed"]
+    count, length = plan.prompts[1]
+    for name in ("as it is", *plan.variants, "as it is, again"):
+        with VARIANTS[name]() if name in VARIANTS else patch.dict({}):
+            new, prompts = case.new_tokens(rows, lengths), case.requests(count, (length, length), 1)
+            case.total(prompts)  # for nothing: libraries compile and choose at first
+            yield (
+                name,
+                {
+                    f"decode {rows} x mixed, tokens/s": case.decode(case.requests(rows, lengths, new)),
+                    f"prefill {count} x {length}, tokens/s": count * length / case.total(prompts),
+                },
+            )
