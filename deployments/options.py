@@ -5,9 +5,6 @@ More than 300 lines, because it has every option with its description and its ch
 
 from __future__ import annotations
 
-import deployments.installed  # noqa: F401 - before the packages that it asks for
-
-# isort: split
 import os
 import re
 from pathlib import Path
@@ -17,6 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deployments.errors import nearest
+from deployments.savepoint import Savepoint
 
 DEMO = "vitrine-demo"
 NO_MODEL = "none"
@@ -87,20 +85,6 @@ def fits_header(key: str) -> bool:
     return key.isascii() and key.isprintable()
 
 
-class Savepoint(BaseModel):
-    """A capture point of a model with a name chosen by the operator or the loader.
-
-    Attributes:
-        name: Its name in requests; without a dot, so that it hides no point of the model.
-        selector: The point as `capture.points` names it, or a module for its output.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
-    selector: str = Field(min_length=1, max_length=256)
-
-
 class Options(BaseModel):
     """One model, its replicas, and the activation store.
 
@@ -123,7 +107,8 @@ class Options(BaseModel):
         num_replicas: Copies of the model, each with its own weights.
         num_cpus: CPUs that each replica reserves in Ray. The default is a fraction, so that on two cores the
             evaluator's tasks also find room. `threads` sets torch's threads.
-        num_gpus: GPUs of each replica.
+        num_gpus: GPUs of each replica; by default 1 where the cluster has a GPU, else 0. With a fraction, such as 0.5,
+            replicas share a GPU.
         threads: torch threads of each replica; by default the machine's cores divided by `num_replicas`.
         batch_invariant: Give each sequence the same bits (tokens, logprobs, activations) whatever shares its forward
             passes, on the same machine. On CPUs, in float32 and bfloat16; prompts run more slowly.
@@ -132,8 +117,8 @@ class Options(BaseModel):
         prefill_tokens: The most prompt tokens of one forward pass; at most a fifth of it while streams decode. A
             longer prompt runs in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
         kv_bytes: The most memory for keys and values of a replica, in bytes.
-        kv_fraction: The same as a fraction of the memory that is free at start, if `kv_bytes` is not set. On CPUs,
-            the replicas divide that fraction among them.
+        kv_fraction: The same as a fraction of the memory that is free at start, if `kv_bytes` is not set. Replicas on
+            CPUs, and those that share a GPU, divide that fraction among them.
         request_timeout_s: Seconds after which a request gets 504.
         stuck_after_s: Seconds in one engine step after which a replica counts as dead and is replaced.
         api_keys_file: A file of API keys, each as `role:key` or `role@name:key`. Like the variable `VITRINE_API_KEYS`
@@ -214,7 +199,7 @@ class Options(BaseModel):
     savepoints: tuple[Savepoint, ...] = Field(default=(), max_length=256)
     num_replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0)
-    num_gpus: float = Field(default=0, ge=0)
+    num_gpus: float | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
     batch_invariant: bool = False
     max_running: int = Field(default=64, ge=1)
@@ -331,6 +316,11 @@ class Options(BaseModel):
         if self.answer_when == "archived" and self.archive is None:
             raise ValueError("answer_when=archived needs a bucket: set archive=s3://bucket/prefix")
         return self
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether `device` or `device_map` chooses the CPU."""
+        return "cpu" in (self.device, self.device_map)
 
     @property
     def served_name(self) -> str:

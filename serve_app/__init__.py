@@ -1,13 +1,16 @@
 """The HTTP server: `serve run serve_app:app`, or `serve run serve_app:build_app name=value ...`."""
 
+from importlib.util import find_spec
+
+if getattr(find_spec("ray"), "origin", None) is None:  # not by a directory of that name
+    raise ImportError("the server is not installed: in Vitrine's clone, pip install -c constraints.txt -e '.[serve]'")
+
+# isort: split
 import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
-from deployments.options import DEMO, NO_MODEL, Options, mistakes  # first: names the missing extra without Ray
-
-# isort: split
 import click  # the library of `serve`'s commands
 from pydantic import ValidationError
 from ray._private.utils import read_ray_address  # the only way to find out whether `serve run` will start Ray
@@ -15,6 +18,7 @@ from ray.serve import Application
 
 from deployments.errors import LoadError
 from deployments.model_files.names import located
+from deployments.options import DEMO, NO_MODEL, Options, mistakes
 from serve_app.backend.deploying import GRPC, environment, replicas
 from serve_app.http.keys import Keys
 from serve_app.ingress import Ingress
@@ -41,7 +45,8 @@ def build_app(options: Options | dict[str, Any]) -> Application:
 
     Raises:
         ValueError: The options are wrong, with all mistakes; or the API keys are malformed.
-        OSError: The file with the API keys cannot be read.
+        OSError: The file with the API keys cannot be read, or Ray's cluster does not answer.
+        LoadError: By default, the replicas need more GPUs than the cluster has.
         UserMistake: In `serve run`, instead of these; also if the model is not on this machine, the only one of the
             cluster.
     """
@@ -94,8 +99,13 @@ def _composed(options: Options) -> Application:
         ray_actor_options={"num_cpus": 0, **environment(options)},
         graceful_shutdown_timeout_s=options.request_timeout_s + 30,  # the replicas' streams pass through it
     )
+    keys = Keys.read(options.api_keys_file)
     models = [] if options.model == NO_MODEL else [replicas(options)]
-    return ingress.bind(options, Keys.read(options.api_keys_file), *models)  # type: ignore[no-any-return]
+    return ingress.bind(options, keys, *models)  # type: ignore[no-any-return]
 
 
-app = build_app(Options())
+def __getattr__(name: str) -> Application:
+    """Build `app` for `serve run serve_app:app`; other processes that import this package need none."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return build_app(Options())

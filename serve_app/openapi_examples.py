@@ -73,6 +73,7 @@ COMPLETION_EXAMPLES: dict[str, Any] = {
 
 _MODEL: dict[str, Any] = {"id": "vitrine-demo", "object": "model", "owned_by": "vitrine", "created": 1763700000}
 _MODEL |= {"max_model_len": 4096, "tokens_depend_on_batch": False, "savepoints": [], "generation_config": {}}
+_MODEL |= {"device_name": None}
 _MODEL |= {"revision": "1ce1f1b1bc4fcb7a4a8c9e3dd4f3f9b1c7a2a5d0"}
 _MODEL |= {"options": {"dtype": "float32", "max_running": 64}, "versions": {"vitrine": "0.1.0", "torch": "2.13.0"}}
 _MODEL |= {"source": "/home/you/vitrine/deployments/demo_model/weights"}

@@ -74,7 +74,7 @@ LAYERS = [
     "deployments.options_table",
     "deployments.options",
     "deployments.errors",
-    "deployments.installed",
+    "deployments.savepoint",
     "deployments.interrupts",
     "deployments.tiles",
     "vitrine.points",
@@ -202,12 +202,10 @@ LIGHT_SERVER = [
             *((name, ["torch"]) for name in (*(f"deployments.{one}" for one in LIGHT_SERVER), "serve_app.ingress")),
         ],
         [
-            ("benchmarks.gpu", ["ray", "nnsight", "pyarrow"]),
             *((f"deployments.activations.{name}", ["ray", "datasets"]) for name in STORED),
-            ("deployments.engine.engine", ["ray", "nnsight"]),
         ],
     ],
-    ids=["client and server", "GPU, stored rows and engine"],
+    ids=["client and server", "stored rows"],
 )
 def test_modules_do_not_import_heavy_packages(expected):
     code = f"""import importlib, sys
@@ -216,6 +214,22 @@ for name, absent in {expected}:
     assert not (found := set(absent) & sys.modules.keys()), (name, found)
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_engine_needs_neither_ray_nor_the_packages_of_stored_rows_and_client_code():
+    code = """import importlib.util, sys
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+absent = {"ray", "nnsight", "pyarrow"}
+PathFinder.find_spec = classmethod(lambda _, name, *rest: None if name in absent else find(name, *rest))
+assert importlib.util.find_spec("ray") is None
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+    needed = ["engine.engine", "model.model", "model.load", "places.points"]
+    names = [*(f"deployments.{name}" for name in needed), "benchmarks.gpu.__main__"]
+    subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, check=True)
 
 
 def test_only_probes_need_scikit_learn():

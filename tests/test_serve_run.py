@@ -99,7 +99,7 @@ def test_the_processes_of_a_ray_that_serve_run_starts_do_not_interrupt_the_model
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     try:
         with click.Context(click.Command("run"), info_name="run"):
-            build_app({"model_id": "mine"})
+            build_app({"model_id": "mine", "num_gpus": "0"})
         child = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"]
         policy = int(subprocess.run(child, capture_output=True, text=True, check=True).stdout)
     finally:

@@ -268,7 +268,7 @@ def _placed(loading: Options, given: dict[str, Any], actors: int | None) -> tupl
     kept = loading.model_dump(exclude_unset=True)
     options = Options.model_validate({"num_gpus": 1 if gpus else 0, "num_replicas": shared} | kept | given)
     free = ray.available_resources()  # type: ignore[no-untyped-call]
-    for name, each in (("CPU", options.num_cpus), ("GPU", options.num_gpus)):
+    for name, each in (("CPU", options.num_cpus), ("GPU", options.num_gpus or 0)):
         if count * each > free.get(name, 0):
             wanted = f"{count} engines need {count * each:g} {name}, and {free.get(name, 0):g} are free"
             raise CollectError(f"{wanted}: load fewer with --actors, or use the server that holds them with --base-url")

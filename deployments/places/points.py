@@ -16,7 +16,6 @@ from typing import Any, get_args
 import torch
 
 from deployments.errors import RequestError
-from deployments.options import Savepoint
 from deployments.places.architectures import (
     OUTPUT_PROJECTIONS,
     Side,
@@ -29,6 +28,7 @@ from deployments.places.place import Place, Point
 from deployments.places.watching import by_tokens, drop_wrong_patterns, follows_tokens, place_of, watch
 from deployments.points.capture import LAYERNORM_SITES, Capture
 from deployments.points.names import COLUMNS, canonical, hooks_like
+from deployments.savepoint import Savepoint
 from vitrine.points import TRANSFORMER_LENS
 
 MAX_POINTS = 4096

@@ -33,6 +33,8 @@ def load_engine(options: Options) -> Engine:
     from deployments.model.packing import UnsupportedModelError
 
     try:
+        if options.num_gpus and not options.on_cpu:
+            _check_cuda()
         return _engine(options)
     except LoadError:
         raise
@@ -53,6 +55,19 @@ def load_engine(options: Options) -> Engine:
         if isinstance(error, (ValueError, ImportError)):
             raise LoadError(str(error), "model_id", "unsupported_model") from error
         raise LoadError(f"{type(error).__name__}: {error}", None, "load_failed", 500) from error
+
+
+def _check_cuda() -> None:
+    """Raise if torch cannot use the GPU that Ray gave this replica."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    cause = f"torch {torch.__version__} is a build for CPUs; install one for CUDA"
+    if torch.version.cuda:
+        cause = f"torch was built for CUDA {torch.version.cuda}, and the driver may be older; check nvidia-smi"
+    message = f"Ray gave this replica a GPU, but torch finds none: {cause}, or serve on the CPU with num_gpus=0"
+    raise LoadError(message, None, "no_gpu", 500)
 
 
 def _engine(options: Options) -> Engine:
@@ -100,8 +115,10 @@ def _threads(options: Options) -> int:
 
 
 def _sharing(options: Options, device: str) -> int:
-    """How many replicas may share the same free memory: all on a CPU, as they may start on one node; one on a GPU."""
-    return options.num_replicas if device == "cpu" else 1
+    """How many replicas may share the same free memory: all on a CPU, as they may start on one node."""
+    if device == "cpu":
+        return options.num_replicas
+    return int(1 / options.num_gpus) if options.num_gpus and options.num_gpus < 1 else 1
 
 
 def description(options: Options, model: Model) -> dict[str, Any]:
@@ -114,6 +131,8 @@ def description(options: Options, model: Model) -> dict[str, Any]:
         options: The operator's options.
         model: The model loaded with them.
     """
+    import torch
+
     came_out = {
         "dtype": dtype_name(model.dtype),
         "attention": getattr(model.hf.config, "_attn_implementation", None),
@@ -124,6 +143,7 @@ def description(options: Options, model: Model) -> dict[str, Any]:
     }
     return {
         "max_model_len": model.context,
+        "device_name": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else None,
         # Forward passes of different shapes add in different orders, which in 16 bits can swap two likely tokens.
         "tokens_depend_on_batch": model.dtype.itemsize < 4 and not model.batch_invariant,
         "savepoints": [savepoint.model_dump() for savepoint in options.savepoints],

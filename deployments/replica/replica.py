@@ -96,6 +96,8 @@ class ModelReplica:
         self._metrics = EngineMetrics(options.served_name)
         self._requests = RequestMetrics(options.served_name)
         self._described = {"created": int(time.time())} | description(options, self._model)
+        device = self._described["device_name"] or self._model.device
+        logger.info("%s serves on %s", options.served_name, device)
         self._preparing = 0  # choices that have no ticket yet
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client_code = self._runner() if options.allow_client_code else None

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
+import click
+import ray
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
+from ray._private.services import canonicalize_bootstrap_address
 from ray.serve import Application
 
+from deployments.errors import LoadError
 from deployments.options import Options
 from deployments.replica.replica import ModelReplica
 
@@ -18,6 +26,7 @@ FAST_PATH = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
+RELEASE_S = 3.0  # until Ray counts the GPU of a replica that has just ended as free
 
 
 def environment(options: Options) -> dict[str, Any]:
@@ -33,7 +42,11 @@ def replicas(options: Options, **deployment: Any) -> Application:
     Args:
         options: The model's options.
         deployment: Further options of the Serve deployment.
+
+    Raises:
+        LoadError: By default, the replicas need more GPUs than the cluster has.
     """
+    options = with_gpus(options)
     actor = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus, **environment(options)}
     replica = ModelReplica.options(  # type: ignore[attr-defined]
         num_replicas=options.num_replicas,
@@ -48,5 +61,54 @@ def loaded(options: Options) -> Application:
     """A model that is loaded and unloaded at run time: an application of its own, without a route.
 
     Serve stops deploying it at the first replica that fails, unless one has started; the loader handles that case.
+
+    Raises:
+        LoadError: By default, the replicas need more GPUs than are free. With a number for `num_gpus` they wait, since
+            Ray's autoscaler may add a node.
     """
-    return replicas(options, max_constructor_retry_count=1)
+    resolved, end = with_gpus(options), time.monotonic() + RELEASE_S
+    needed = resolved.num_replicas * (resolved.num_gpus or 0)
+    while options.num_gpus is None and (free := _gpus(ray.available_resources)) < needed:
+        if time.monotonic() > end:
+            raise _too_few_gpus(needed, _cluster_gpus(), free)
+        time.sleep(RELEASE_S / 10)
+    return replicas(resolved, max_constructor_retry_count=1)
+
+
+def with_gpus(options: Options) -> Options:
+    """The options with a number for `num_gpus`: by default 1 where the cluster has a GPU, else 0.
+
+    Raises:
+        LoadError: By default, the replicas need more GPUs than the cluster has.
+    """
+    if options.num_gpus is not None:
+        return options
+    gpus = 0 if options.on_cpu else _cluster_gpus()
+    if 0 < gpus < options.num_replicas:
+        raise _too_few_gpus(options.num_replicas, gpus, gpus)
+    return options.model_copy(update={"num_gpus": min(1, gpus)})
+
+
+def _too_few_gpus(needed: float, gpus: float, free: float) -> LoadError:
+    message = (
+        f"GPUs needed: {needed:g}, one for each replica; in the cluster: {gpus:g}; free: {free:g}. Unload a model, "
+        "lower num_replicas, or start the server with num_gpus=0.5, by which two replicas share a GPU; num_gpus=1 "
+        "waits until Ray adds a node, and num_gpus=0 serves on the CPU"
+    )
+    return LoadError(message, None, "no_free_gpu", 409)
+
+
+def _cluster_gpus() -> float:
+    """The GPUs of Ray's cluster; `serve run` joins or starts it only after it has built the application."""
+    if ray.is_initialized():
+        return _gpus(ray.cluster_resources)
+    context = click.get_current_context(silent=True)
+    address: Any = context and context.params.get("address")
+    if canonicalize_bootstrap_address(address) is None:  # Ray will start here, with what it then detects
+        return ResourceAndLabelSpec().resolve(is_head=True).num_gpus or 0
+    with ray.init(address, log_to_driver=False, logging_level=logging.ERROR):
+        return _gpus(ray.cluster_resources)
+
+
+def _gpus(resources: Callable[[], Any]) -> float:
+    return float(resources().get("GPU", 0))

@@ -113,7 +113,7 @@ class Loader:
                     await asyncio.shield(self._deletion(asked.model_id))
                     model = self._models.get(asked.model_id)
                 if model is None:  # otherwise another ingress loads it, or one that no longer exists did
-                    running = asyncio.ensure_future(self._run(asked))
+                    running = asyncio.ensure_future(asyncio.to_thread(self._run, asked))
                     await asyncio.shield(running)
                 await self._until_loaded(asked.model_id)
         except TimeoutError as error:
@@ -126,16 +126,11 @@ class Loader:
             await self._give_up(asked.model_id, deadline, running)
             raise
 
-    async def _run(self, asked: LoadRequest) -> None:
+    def _run(self, asked: LoadRequest) -> None:
+        """In a thread, since Serve blocks on its controller."""
         options = self._options.of_another(asked.model_id, asked.settings)
         target = serve.RunTarget(loaded(options), name=self._models.name_of(asked.model_id), route_prefix=None)
-        # Serve blocks on its controller, so use a thread.
-        await asyncio.to_thread(
-            serve.run_many,
-            [target],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     async def _until_loaded(self, model_id: str) -> None:
         """Wait for a model until it is loaded.

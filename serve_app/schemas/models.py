@@ -8,7 +8,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from pydantic import Field, field_validator
 
-from deployments.options import Attention, Dtype, Savepoint
+from deployments.options import Attention, Dtype
+from deployments.savepoint import Savepoint
 from serve_app.schemas.base import WireModel
 
 GpuOrCpu = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]

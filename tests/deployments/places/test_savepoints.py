@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from deployments.errors import RequestError
-from deployments.options import Savepoint
 from deployments.places.points import Points
 from deployments.points.capture import Capture
+from deployments.savepoint import Savepoint
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
 from deployments.model.revision import revision_of
 from deployments.options import Options
-from deployments.replica.engine_loading import description, load_engine
+from deployments.replica.engine_loading import _sharing, description, load_engine
 
 
 def test_why_a_load_failed_is_read_back_from_a_traceback():
@@ -50,6 +50,7 @@ def test_a_model_is_described_by_all_it_is_served_with_and_no_secret():
     assert told["versions"]["torch"] == importlib.metadata.version("torch")
     assert "/keys" not in json.dumps(told)
     assert told["tokens_depend_on_batch"] is False
+    assert bool(told["device_name"]) == (device != "cpu")
 
 
 @pytest.mark.parametrize(("dtype", "depend"), [("float32", False), ("bfloat16", True), ("float16", True)])
@@ -89,6 +90,16 @@ def test_why_a_model_cannot_be_served_is_told_apart(tmp_path, alibi):
     assert (status in (400, 404), field) == (True, "model_id")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds a GPU")
+@pytest.mark.parametrize(("build", "said"), [(None, "is a build for CPUs"), ("13.0", "check nvidia-smi")])
+def test_a_replica_without_the_gpu_that_it_was_given_says_so_before_it_looks_for_weights(build, said, monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", build)
+    with pytest.raises(LoadError, match=said) as refusal:
+        load_engine(Options(model="nobody/nothing", num_gpus=0.5))
+    assert refusal.value.code == "no_gpu"
+    assert refused(model="nobody/nothing", num_gpus=1, device="cpu") == (404, "model_id", "model_not_found")
+
+
 def test_a_directory_where_the_replica_runs_is_no_model_by_its_relative_path(tmp_path, monkeypatch, alibi):
     monkeypatch.chdir(tmp_path)
     assert refused(model=alibi) == (404, "model_id", "model_not_found")
@@ -109,3 +120,8 @@ def test_replicas_of_one_machine_divide_the_memory_for_keys_and_values(monkeypat
         budgets.append(engine.statistics.kv_budget_bytes)
     assert budgets[0] == pytest.approx(0.8 * 2**30, rel=0.01)
     assert budgets[1] == pytest.approx(budgets[0] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(("num_gpus", "sharing"), [(None, 1), (0, 1), (0.25, 4), (0.4, 2), (0.6, 1), (1, 1), (2, 1)])
+def test_replicas_divide_the_memory_of_a_gpu_that_they_share(num_gpus, sharing):
+    assert _sharing(Options(num_gpus=num_gpus, num_replicas=3), "cuda") == sharing

@@ -13,9 +13,10 @@ import pytest
 from deployments.engine.request import GREEDY
 from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Refusal
-from deployments.options import Options, Savepoint
+from deployments.options import Options
 from deployments.points.capture import Capture
 from deployments.replica.replica import MOST_TEXTS, ModelReplica
+from deployments.savepoint import Savepoint
 from tests.waiting import wait_until
 
 Replica = ModelReplica.func_or_class  # the class beneath the deployment

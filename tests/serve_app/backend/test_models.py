@@ -176,7 +176,8 @@ def told(events: list[str]) -> str:
 def both(server: Server) -> None:
     """Two models are served, and record."""
     assert server.served == {TINY, DEMO}
-    assert server.get(f"/v1/models/{DEMO}").json()["max_model_len"] == 1024
+    model = server.get(f"/v1/models/{DEMO}").json()
+    assert (model["max_model_len"], model["options"]["num_gpus"], model["device_name"]) == (1024, 0, None)
     health = server.get("/health").json()
     assert set(health["loaded_models"]) == {TINY, DEMO}
     assert health["replicas"] == {DEMO: {"RUNNING": 1}, TINY: {"RUNNING": 1}}

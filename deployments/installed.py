@@ -1,6 +1,0 @@
-"""Imported before the server's packages, to print how to install them if they are missing."""
-
-from importlib.util import find_spec
-
-if getattr(find_spec("ray"), "origin", None) is None:  # not by a directory of that name
-    raise ImportError("the server is not installed: in Vitrine's clone, pip install -c constraints.txt -e '.[serve]'")
