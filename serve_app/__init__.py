@@ -1,9 +1,6 @@
 """The HTTP server: `serve run serve_app:app`, or `serve run serve_app:build_app name=value ...`."""
 
-from importlib.util import find_spec
-
-if getattr(find_spec("ray"), "origin", None) is None:  # not by a directory of that name
-    raise ImportError("the server is not installed: in Vitrine's clone, pip install -c constraints.txt -e '.[serve]'")
+import deployments.installed  # noqa: F401 - before the packages that it asks for
 
 # isort: split
 import contextlib

@@ -25,6 +25,7 @@ from ray import serve
 from ray.serve.context import _get_global_client  # the only way to find out whether Serve runs, and its address
 
 from deployments.clusters import join
+from deployments.errors import LoadError
 from deployments.options import Options
 from serve_app import build_app
 
@@ -64,8 +65,8 @@ def main() -> int:
                 signal.pause()
     except KeyboardInterrupt:
         pass
-    except (ConnectionError, RuntimeError) as error:
-        print(error, file=sys.stderr)
+    except (ConnectionError, RuntimeError, LoadError) as error:
+        print(error.message if isinstance(error, LoadError) else error, file=sys.stderr)
         return 1
     return 0
 

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {"device": device, "sections": {}}
     if options.json and options.json.exists():
         found = json.loads(options.json.read_text())
-    ends = time.monotonic() + options.deadline
+    ends, bad = time.monotonic() + options.deadline, False
     for size, name in _order(chosen, options.only or list(SECTIONS)):
         left = min(SECTIONS[name].limit_s, ends - time.monotonic())
         plan = Plan(size, device, tuple(options.variant or VARIANTS))
@@ -42,11 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
         began = time.monotonic()
         outcome = apart(name, plan, left)
         found["device"] = outcome.pop("device", found["device"])
+        bad |= _is_bad(outcome)
         found["sections"][title] = outcome | {"seconds": round(time.monotonic() - began, 1)}
         print(json.dumps({title: found["sections"][title]}, indent=1), flush=True)
         if options.json:
             options.json.write_text(json.dumps(found))
-    return int(any(_is_bad(outcome) for outcome in found["sections"].values()))
+    return int(bad)
 
 
 def _order(sizes: list[str], names: list[str]) -> list[tuple[str, str]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -34,13 +37,13 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "machine": Section(machine, 40, each_size=False),
-    "tests": Section(tests, 90, each_size=False),
+    "tests": Section(tests, 120, each_size=False),
     "parity": Section(parity, 60),
     "census": Section(census, 40),
     "decode": Section(decode, 100),
     "prefill": Section(prefill, 60),
     "ways": Section(ways, 80),
-    "variants": Section(variants, 80),
+    "variants": Section(variants, 120),
     "batching": Section(batching, 80),
 }
 
@@ -68,11 +71,14 @@ def apart(name: str, plan: Plan, limit_s: float) -> dict[str, Any]:
         child.join()
         return found | {"error": f"its process ended with {child.exitcode}"}
     finally:
-        child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid or 0, signal.SIGKILL)  # with the processes that it has started
+        child.kill()  # if it has no group yet
         child.join()
 
 
 def _child(name: str, plan: Plan, sender: Connection) -> None:
+    os.setsid()
     cuda = torch.device(plan.device).type == "cuda"
     try:
         sender.send({"device": torch.cuda.get_device_name() if cuda else "cpu"})

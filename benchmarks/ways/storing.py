@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
@@ -125,16 +122,3 @@ def store(directory: Path) -> Iterator[Store]:
     finally:
         kept.close()
         shutil.rmtree(root)
-
-
-@contextlib.contextmanager
-def slow_disk(bytes_per_second: float) -> Iterator[None]:
-    """Make every write of this process take as long as a disk of that speed would."""
-    write = os.write
-
-    def slow(descriptor: int, data: bytes) -> int:
-        time.sleep(len(data) / bytes_per_second)
-        return write(descriptor, data)
-
-    with mock.patch.object(os, "write", slow):
-        yield

@@ -3,6 +3,9 @@
 `collect(...)` is `python -m deployments.collect`; `docs/collecting.md` has both.
 """
 
+import deployments.installed  # noqa: F401 - before the packages that it asks for
+
+# isort: split
 from deployments.collect.collection import Collected, CollectError, collect
 
 __all__ = ["CollectError", "Collected", "collect"]

@@ -369,6 +369,8 @@ class Engine:
                 else:
                     self._accept(seq, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
             except Exception as error:
+                if device_memory.is_broken(error):
+                    raise
                 # The tokenizer or a grammar failed on this sequence's token: the other sequences continue.
                 logger.exception("request %s failed on its token", seq.request.id)
                 self._finish(seq, "error", events, f"{type(error).__name__}: {error}")

@@ -19,8 +19,11 @@ CGROUPS = (  # versions 2 and 1: limit, use, and the file and key with the size 
 _PAGE = Path("/proc/self/statm")
 _RESERVED = "vitrine pages of "  # how the names of reservations begin
 _NAME_CHARACTERS = 50  # of a model's name; a file's name has at most 249 bytes
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-_BROKEN = ("CUDA error", "Triton Error [CUDA]")
+_NO_MEMORY = (
+    *("can't allocate memory", "not enough memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED"),
+    "Triton Error [CUDA]: out of memory",
+)
+_FAULT = ("CUDA error", "Triton Error [CUDA]")
 _ASKED = re.compile(r"allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
 
 
@@ -118,13 +121,15 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
 
 
-def is_broken(error: BaseException) -> bool:
-    """Whether a GPU reports more than a lack of memory, such as an illegal access or a failed assertion or launch.
-
-    Everything that the process does on the GPU fails from then on.
-    """
-    fault = isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in _BROKEN)
-    return isinstance(error, RuntimeError) and fault and not is_out_of_memory(error)
+def is_broken(error: Exception) -> bool:
+    """Whether a GPU has failed, such as by an illegal access: all that this process does on it then fails, too."""
+    if not any(words in str(error) for words in _FAULT) or is_out_of_memory(error):
+        return False
+    if torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()
+            return False  # a wrong argument, for example
+    return True
 
 
 def release_cached(device: torch.device) -> None:

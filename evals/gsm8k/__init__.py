@@ -2,3 +2,5 @@
 
 What is asked is in `evals.task`, what is kept in `evals.results`.
 """
+
+import deployments.installed  # noqa: F401 - before the packages that it asks for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +93,7 @@ def with_gpus(options: Options) -> Options:
 def _too_few_gpus(needed: float, gpus: float, free: float) -> LoadError:
     message = (
         f"GPUs needed: {needed:g}, one for each replica; in the cluster: {gpus:g}; free: {free:g}. Unload a model, "
-        "lower num_replicas, or start the server with num_gpus=0.5, by which two replicas share a GPU; num_gpus=1 "
+        "lower num_replicas, or start the server with num_gpus=0.5: two replicas then share a GPU. num_gpus=1 "
         "waits until Ray adds a node, and num_gpus=0 serves on the CPU"
     )
     return LoadError(message, None, "no_free_gpu", 409)
@@ -104,7 +105,9 @@ def _cluster_gpus() -> float:
         return _gpus(ray.cluster_resources)
     context = click.get_current_context(silent=True)
     address: Any = context and context.params.get("address")
-    if canonicalize_bootstrap_address(address) is None:  # Ray will start here, with what it then detects
+    address = address or os.environ.get("RAY_ADDRESS")
+    if "://" not in (address or "") and canonicalize_bootstrap_address(address) is None:
+        # Ray will start here, with what it then detects.
         return ResourceAndLabelSpec().resolve(is_head=True).num_gpus or 0
     with ray.init(address, log_to_driver=False, logging_level=logging.ERROR):
         return _gpus(ray.cluster_resources)

@@ -8,6 +8,7 @@ from types import FunctionType
 import pytest
 import torch
 
+from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request, Rows, Sampling
@@ -123,21 +124,34 @@ def test_seeds_of_either_sign_are_different_seeds():
     assert number(-1) == number(-1)
 
 
-@pytest.mark.parametrize(
-    "message", ["CUDA error: an illegal memory access was encountered", "Triton Error [CUDA]: device-side assert"]
-)
-def test_a_broken_device_ends_the_engine(message, tiny, prompt, capturing):
+BROKEN = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("error", [BROKEN, torch.AcceleratorError("CUDA error: device-side assert triggered")])
+def test_a_broken_device_ends_the_engine(error, tiny, prompt):
     engine = Engine(tiny("qwen3"))
 
     def fails(*_):
-        raise torch.AcceleratorError(message)
+        raise error
 
     hook = engine.model.hf.register_forward_pre_hook(fails)
     try:
-        with pytest.raises(RuntimeError, match=message.partition(":")[2]):
+        with pytest.raises(type(error), match=str(error)):
             engine.generate([Request(str(number), prompt(4), 2) for number in range(3)])
     finally:
         hook.remove()
+
+
+def test_a_device_that_breaks_while_rows_leave_it_ends_the_engine(tiny, prompt, capturing, monkeypatch):
+    engine = Engine(tiny("qwen3"))
+    request = capturing(engine.model, "a", prompt(4), 3, points=["layers.0.output"])
+
+    def fails(*_):
+        raise BROKEN
+
+    monkeypatch.setattr(CaptureBuffer, "write", fails)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.generate([request])
 
 
 def test_a_device_without_memory_does_not(tiny, prompt):

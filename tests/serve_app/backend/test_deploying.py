@@ -59,3 +59,11 @@ def test_a_model_for_which_no_gpu_is_free_is_refused_with_the_numbers_unless_the
     with pytest.raises(LoadError, match="needed: 3"):
         replicas(Options(num_replicas=3))
     loaded(Options(num_gpus=1, num_replicas=3))  # waits for a node
+
+
+def test_the_address_of_a_ray_client_is_joined_not_read(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
+    monkeypatch.setattr(ray, "init", lambda address, **_: pytest.fail(f"joined {address}", pytrace=False))
+    with pytest.raises(pytest.fail.Exception, match="joined ray://127.0.0.1:1"):
+        with_gpus(Options())
