@@ -66,7 +66,7 @@ class SegmentFacts:
     architecture: str  # the model's class in transformers
     versions: dict[str, str]  # of libraries, by name
     modules: dict[str, str]  # for each point the model's own module path with `.input` or `.output`
-    layers: int | None = None  # of the model; None in files of earlier versions
+    layers: int | None = None  # of the model
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RunFacts:
     session_id: str
     model: str
     # When the request came, in Unix seconds, plus the choice's index in microseconds: runs sort by it as they were
-    # asked for. In older files, when the run was done.
+    # asked for.
     created: float
     prompt_tokens: int
     tokens: int  # of prompt and generation together

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -55,23 +54,3 @@ class Profile(Strict):
         if self.default and self.model is None:
             raise ValueError("a default profile needs a model")
         return self
-
-
-def body_of(data: bytes) -> dict[str, Any]:
-    """Convert a profile's file to a request's body.
-
-    In files of earlier versions, the `last` tokens of an intervention are the prompt's last.
-
-    Raises:
-        ValueError: It is not a JSON object.
-    """
-    body = json.loads(data)
-    if not isinstance(body, dict):
-        raise ValueError("a profile is a JSON object")
-    for spec in body.get("interventions") or ():
-        for place in (spec, spec.get("from") or {}):
-            if place.get("tokens") == "last":
-                place["tokens"] = "prompt_last"
-            elif isinstance(place.get("tokens"), dict) and "last" in place["tokens"]:
-                place["tokens"] = {"prompt_last": place["tokens"]["last"]}
-    return body

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import sqlite3
 import tempfile
 import threading
@@ -34,7 +33,6 @@ from deployments.activations.catalogue.manifest import Line, Manifest, is_snapsh
 from deployments.activations.catalogue.replaying import (
     deletion,
     has_caught_up,
-    kept_before,
     record,
     replay,
     restored,
@@ -90,8 +88,6 @@ class Archive:
                 raise
             self._failed("_connect", error)  # it goes on without
         if not known:
-            if (before := kept_before(place)).is_dir():  # what a server of an earlier version kept on this machine
-                shutil.copytree(before, root, ignore=shutil.ignore_patterns(".catalogue*"), dirs_exist_ok=True)
             write(root, ".", ARCHIVE, f"{place.id} {place}".encode())
         self._claim.begin(self._lost)  # now: looking through a large directory takes longer than a claim holds
 

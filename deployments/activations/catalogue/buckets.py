@@ -1,4 +1,4 @@
-"""The runs and segments in a bucket: from its manifest, or from its objects if an earlier version wrote it.
+"""The runs and segments in a bucket, from its manifest.
 
 Every function raises OSError if the bucket cannot be read.
 """
@@ -10,10 +10,9 @@ import tempfile
 from pathlib import Path
 from urllib.parse import unquote
 
-from deployments.activations.catalogue import old_buckets
 from deployments.activations.catalogue.database import in_memory
 from deployments.activations.catalogue.manifest import Manifest
-from deployments.activations.catalogue.replaying import begun, bring, lent, replay
+from deployments.activations.catalogue.replaying import begun, bring, lent
 from deployments.activations.facts import name_of
 from deployments.activations.files.places import File, Place, place_of
 
@@ -69,17 +68,15 @@ def read_manifest(place: Place) -> sqlite3.Connection | None:
 
 
 def catalogue_of(place: Place) -> sqlite3.Connection:
-    """The same, or of a bucket of an earlier version what its objects say."""
-    if (database := read_manifest(place)) is None:
-        replay(database := in_memory(), None, old_buckets.lines(place), Manifest(place))
-    return database
+    """The same; empty where the bucket has no manifest."""
+    return in_memory() if (database := read_manifest(place)) is None else database
 
 
 def segments_in(place: Place) -> list[File]:
     """The Arrow files of a bucket, or of a session in it, by their names."""
     database, root, session_id = at(place)
     if database is None:
-        return old_buckets.counted(place) or old_buckets.counted(place, deep=True)
+        return []
     where = "? IS NULL" if session_id is None else "session = ?"  # which an index serves
     found = database.execute(f"SELECT uri FROM files WHERE {where} ORDER BY uri", (session_id,))
     return [root.file(unquote(name_of(uri))) for (uri,) in found]

@@ -18,14 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deployments.activations.catalogue import old_buckets
 from deployments.activations.catalogue.database import LAYOUT, in_memory
 from deployments.activations.catalogue.manifest import Line, Manifest, is_snapshot
 from deployments.activations.catalogue.rows import add_runs, forget
 from deployments.activations.facts import Entry, RunFacts, name_of
-from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import connected, transaction
-from deployments.options import home
 
 _PLACE = ("bytes", "rows", "first_row", "offset")  # a run's keys in a line, besides its facts
 _UNRESTORED = "pins and owners"  # a row among the names of parts, until `restored`
@@ -140,21 +137,12 @@ _KEEP_ARCHIVED = (
 
 
 def catch_up(change: Change, known: Set[str], manifest: Manifest, folder: Path) -> None:
-    """Bring news of the manifest into a catalogue that has applied `known`, as `bring`.
-
-    A bucket of an earlier version, which has none, is looked through instead, and gets one.
-    """
+    """Bring news of the manifest into a catalogue that has applied `known`, as `bring`."""
     names = manifest.names().keys()
     if names - known or not names:
         change(lambda database: database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (_UNRESTORED,)))
     if not names:
-        lines = list[Line](old_buckets.lines(manifest.place))
-        if not kept_before(manifest.place).is_dir():  # which sessions were pinned is unknown: pin all
-            found = {line["segment"].partition("/")[0] for line in lines if "segment" in line}
-            lines += [record("pin", session_id, True) for session_id in sorted(found)]
-            if found:
-                logger.warning("%s is pinned, %d sessions: which were is not known here", manifest.place, len(found))
-        _apply(change, manifest.write(lines), lines, manifest)
+        _apply(change, manifest.write([]), [], manifest)
         return
     bring(change, manifest, sorted(names - known), folder)
     gone = [(name,) for name in known - names - {_UNRESTORED}]
@@ -170,11 +158,6 @@ def has_caught_up(database: sqlite3.Connection) -> bool:
 def restored(database: sqlite3.Connection) -> None:
     """Pins and owners are where the manifest's copies say."""
     database.execute("DELETE FROM applied WHERE name = ?", (_UNRESTORED,))
-
-
-def kept_before(place: Place) -> Path:
-    """Where a server of an earlier version kept pins, owners and clients' files of a bucket."""
-    return home() / "stores" / place.id
 
 
 def bring(change: Change, manifest: Manifest, names: Sequence[str], folder: Path) -> None:

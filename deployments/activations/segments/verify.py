@@ -87,7 +87,7 @@ def _changed(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], facts: Batc
         described.append("layout")
     if said.keys() & {BATCH, LAYOUT}:
         is_same = said.get(BATCH) == checksums.of_batch(schema, said)
-    else:  # earlier versions wrote none; an unknown name is a damaged one
+    else:  # files that were cut out of others have none; an unknown name is a damaged one
         is_same = said.keys() <= _KEYS
     return bad + (described or ([] if is_same else ["metadata"]))
 

@@ -135,9 +135,7 @@ class State:
         return database
 
     def _made(self) -> sqlite3.Connection:
-        """A database with its tables, and with what files of earlier versions say."""
-        from deployments.activations.state import earlier  # needs Arrow, and the ingress none
-
+        """A database with its tables."""
         database = connected(self._path.as_uri())
         try:
             database.execute("PRAGMA journal_mode = WAL")
@@ -147,8 +145,6 @@ class State:
                 is_new = database.execute("PRAGMA user_version").fetchone() == (0,)
                 for statement in (*_TABLES.split(";"), *(_NEW if is_new else ())):
                     database.execute(statement)
-                folders = earlier.take_over(database, self._path.parent)
-            earlier.put_aside(self._path.parent, folders)
         except BaseException:  # any error: close, then re-raise
             database.close()
             raise

@@ -24,13 +24,13 @@ from deployments.activations.archive import archive, uploads
 from deployments.activations.archive import claim as bucket_claim
 from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.archive.claim import InUseError
-from deployments.activations.catalogue import old_buckets, replaying
+from deployments.activations.catalogue import replaying
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.replaying import has_caught_up, record
 from deployments.activations.export.exports import export
 from deployments.activations.facts import FileUpdate, StoreError, name_of
-from deployments.activations.filters import Choice, Filter
+from deployments.activations.filters import Choice
 from deployments.activations.limits import Retention
 from deployments.activations.reader.sources import segments
 from deployments.activations.segments.verify import verify
@@ -210,16 +210,6 @@ def test_a_claim_that_cannot_be_read_is_one(bucket, head):
     bucket.place.below(".claims").file("another").write(b"{")
     with pytest.raises(InUseError, match="on an unknown host"):
         head()
-
-
-@pytest.mark.parametrize(
-    "mark", [b"{", b'{"objects": []}', b'{"session": "../other", "objects": ["a.arrow"], "bytes": null}']
-)
-def test_a_mark_that_names_nothing_in_the_bucket_deletes_nothing(bucket, caplog, mark):
-    bucket.place.file(".deleted-session-1").write(mark)
-    assert list(old_buckets.lines(bucket.place)) == []
-    assert old_buckets.counted(bucket.place) == []
-    assert ".deleted-session-1 does not list the objects to delete" in caplog.text
 
 
 def test_a_claim_without_heartbeats_is_stale(bucket, head, monkeypatch):
@@ -727,60 +717,6 @@ def test_who_reads_by_the_buckets_uri_uses_the_manifest(bucket, head, make, tmp_
     for command, said in ((["ls"], "session"), (["ls", "session"], "s3 "), (["verify", "session"], "session")):
         assert main([command[0], "--dir", bucket.uri(""), *command[1:]]) == 0
         assert said in capsys.readouterr().out
-
-
-OLD = Path(__file__).with_name("old_bucket")
-
-
-def put_old(bucket) -> None:
-    for path in OLD.rglob("*"):
-        if path.is_file():
-            bucket.place.file(str(path.relative_to(OLD))).write(path.read_bytes())
-
-
-def check_old(source) -> None:
-    for i in range(4):
-        run = load(source, f"r{i}", verify=True)
-        assert torch.equal(run[POINT], (torch.arange(12).reshape(3, 4) + 100 * i).float())
-    assert load(source, "r0").facts.tags == {"k": "é"}
-    assert load(source, "r3").facts.text == "kept"
-    assert [run.run_id for run in runs(source)] == ["r0", "r1", "r2", "r3"]
-
-
-def test_a_bucket_of_an_earlier_version_reads_bit_for_bit_and_gets_a_manifest(
-    bucket, head, store, reader_of, tmp_path, caplog
-):
-    put_old(bucket)
-    check_old(bucket.uri("session"))
-    assert len(segments(bucket.uri(""))) == 3  # joined objects and those of a deleted session count no more
-    one = head()
-    assert "is pinned, 2 sessions: which were is not known here" in caplog.text
-    assert [run["run_id"] for run in one.catalogue.runs()] == ["r0", "r1", "r2", "r3", "r4"]
-    assert all(run["archived"] for run in one.catalogue.runs())
-    assert one.writer.retain(Retention(max_session_age_s=1.0)).result() == []
-    until(lambda: bucket.objects("gone") == [])  # its deletion had begun
-    one.close()
-    check_old(bucket.uri("session"))
-    bucket.server.requests.clear()
-    actor = reader_of(store())
-    assert reads(bucket) == []
-    rows = tensors(asyncio.run(actor.rows("r1", [[POINT]], "all", 1 << 20)))
-    assert rows["0"][0, 0] == 100
-    choice = Choice("session", None, None, "safetensors")
-    tag, length = asyncio.run(actor.find_data(choice))
-    page = tensors(asyncio.run(actor.data_page(choice, tag, 0, length)))
-    assert page[f"r3/{POINT}"].tolist() == (torch.arange(12).reshape(3, 4) + 300).tolist()
-
-
-def test_of_an_earlier_versions_bucket_pins_and_files_come_along_from_this_machine(bucket, head, tmp_path):
-    put_old(bucket)
-    before = tmp_path / "home" / "stores" / bucket.place.id / ".pins"
-    before.mkdir(parents=True)
-    (before / "other").touch()
-    one = head()
-    assert Pins(one.root).names() == {"other"}
-    assert one.writer.retain(Retention(max_session_age_s=1.0)).result() == ["session"]
-    assert [run["run_id"] for run in one.catalogue.runs(Filter())] == ["r4"]
 
 
 def test_a_directory_stays_with_its_bucket(bucket, head, make, tmp_path):

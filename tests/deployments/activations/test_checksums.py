@@ -19,7 +19,6 @@ from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.arrow_streams import as_arrow
 from deployments.activations.files.places import DamagedError
-from deployments.activations.reader.loading import runs
 from deployments.activations.reader.selection import Wanted
 from deployments.activations.segments.batches import batches_of
 from deployments.activations.segments.verify import verify
@@ -175,21 +174,6 @@ def test_points_that_leave_over_http_keep_their_checksums(segment):
     ):
         said = dict(zip(message.schema.names[2:], message.metadata[b"xxh3"].decode().split(","), strict=True))
         assert metadata[b"xxh3"].decode().split(",") == [said[name] for name in batch.schema.names[2:]]
-
-
-def test_a_file_of_the_format_before_is_read_and_has_nothing_to_compare(segment, tmp_path):
-    old = tmp_path / "old.arrow"
-    keys = (b"run_id", b"batch", b"batches", b"run")
-    given = list(batches_of(segment))
-    names = [name for name in given[0].schema.names if name != "text_offset"]
-    with pa.ipc.new_file(old, given[0].select(names).schema) as writer:
-        for message in given:
-            metadata = {key: message.metadata[key] for key in keys if key in message.metadata}
-            writer.write_batch(message.select(names), custom_metadata=metadata)
-    assert verify(old).ok
-    assert [run.run_id for run in runs(old)] == ["r0", "r1"]
-    assert torch.equal(load(old, "r1", verify=True)[A], load(segment, "r1")[A])
-    assert pa.ipc.open_stream(b"".join(as_arrow([old], Wanted()).read())).read_all().num_rows == 8
 
 
 def test_the_reader_on_the_page_of_the_format_reads_every_run(segment):

@@ -459,7 +459,7 @@ def test_a_node_may_see_the_stores_directory_under_another_path(nodes, big, even
     monkeypatch.setattr(nodes.here, "report", noted)
     nodes.store_run(big("a"))
     eventually(nodes.listed, lambda found: found == ["a"])
-    assert told
+    eventually(lambda: told)
     assert not [uri for uri in told if str(nodes.there_root) in uri]
     assert nodes.session("session")["files"][0]["uri"].startswith(nodes.root.as_uri())
 
@@ -561,7 +561,7 @@ def test_what_is_told_to_the_store_is_small(nodes, big, eventually, monkeypatch)
     for number in range(120):
         nodes.store_run(big(f"r{number}"))
     eventually(lambda: len(nodes.ask(nodes._reader_of(nodes.here).session("session"))["runs"]), lambda n: n >= 100)
-    assert told
+    eventually(lambda: told)
     assert all(node_of(note.file.uri) and len(pickle.dumps(note)) < 100_000 for note in told)
 
 

@@ -1,8 +1,7 @@
-"""Pins, owners, limits and profiles survive crashes; readers see them; those of earlier versions are taken over."""
+"""Pins, owners, limits and profiles survive crashes; readers see them."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 
 from deployments.accounts import Account
 from deployments.activations.facts import StoreError
-from deployments.activations.state import earlier as old_state
-from deployments.activations.state.owners import Owners, Record
+from deployments.activations.state.owners import Owners
 from deployments.activations.state.state import NAME, Pins
 from deployments.client_data.profiles import StoredProfiles
 from deployments.points.profiles import Profile
@@ -23,95 +21,6 @@ ZERO = {"op": "zero", "point": "layers.1.output"}
 
 def profile(name="calm", **fields) -> dict:
     return {"name": name, "interventions": [ZERO]} | fields
-
-
-@pytest.fixture
-def earlier(tmp_path):
-    """A store's directory as earlier versions left it."""
-    kept = {
-        ".pins/kept": "",
-        ".pins/.new-1-half": "",
-        ".owners/hers": json.dumps(Record("alice", True, True, "f" * 32, 1.5)._asdict()),
-        ".owners/earliest": '{"owner": "alice"}',
-        ".owners/nobodys": '{"owner": null, "shared": true, "limited": false, "fence": "", "claimed": 0.0}',
-        ".owners/cut": '{"own',
-        ".profiles/calm.json": json.dumps(profile(model="m", description="nobody's")),
-        ".profiles/calm@alice.json": json.dumps(profile(interventions=[ZERO | {"tokens": "last"}])),
-        ".profiles/late.json": json.dumps(profile("late", model="n")),
-        ".profiles/other.json": json.dumps(profile("another")),
-        ".profiles/broken.json": '{"name": "broken"}',
-        ".profiles/.defaults.json": '{"m": "calm", "elsewhere": "late", "n": "gone"}',
-    }
-    for name, text in kept.items():
-        path = tmp_path / "store" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    outside = tmp_path / "outside"
-    outside.write_text(json.dumps(profile("linked")))
-    for name in (".pins/linked", ".owners/linked", ".profiles/linked.json"):
-        (tmp_path / "store" / name).symlink_to(outside)
-    return tmp_path / "store"
-
-
-def check_taken_over(root) -> None:
-    assert Pins(root).names() == {"kept"}
-    owners = Owners(root)
-    assert owners.all() == {
-        "hers": Record("alice", True, True, "f" * 32, 1.5),
-        "earliest": Record("alice"),
-        "nobodys": Record(None, True),
-        "cut": Record(""),  # nobody has this name: it is admins'
-    }
-    assert owners.readable(BOB) == (("hers", "nobodys"), ())
-    assert owners.limited("alice").keys() == {"hers"}
-
-
-def fails(*_):
-    raise OSError("nothing is put aside")
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_files_of_earlier_versions_are_taken_over_once(earlier, dies, monkeypatch, caplog):
-    assert Pins(earlier, read_only=True).names() == frozenset()  # no store has started yet
-    assert not (earlier / NAME).exists()
-    if dies:  # once the database has all of it, and before the files are put aside
-        with monkeypatch.context() as patched:
-            patched.setattr(old_state, "put_aside", fails)
-            with pytest.raises(StoreError, match="put aside"):
-                Owners(earlier).all()
-    check_taken_over(earlier)
-    assert "cut cannot be read" in caplog.text
-    profiles = StoredProfiles(earlier)
-    listed = [(one["name"], one["default"]) for one in profiles.list(9, None)]
-    assert listed == [("calm", True), ("calm", False), ("late", False)]
-    assert "other.json" in caplog.text
-    assert "broken.json" in caplog.text
-    assert profiles.get("calm")["description"] == "nobody's"
-    assert profiles.get("calm")["created"] > 1e9
-    assert profiles.get("calm", ALICE)["interventions"] == [ZERO | {"tokens": "prompt_last"}]
-    assert [*profiles.defaults(None)[1]] == ["m"]
-
-    Pins(earlier).set("kept", False)
-    Owners(earlier).forget("hers")
-    profiles.delete("late")
-    assert Pins(earlier).names() == frozenset()
-    assert "hers" not in Owners(earlier).all()
-    assert [one["name"] for one in StoredProfiles(earlier).list(9, None)] == ["calm", "calm"]
-    aside = sorted(path.name.partition(".taken-over-")[0] for path in earlier.iterdir() if "taken" in path.name)
-    assert aside == [".owners", ".pins", ".profiles"]
-
-
-def test_owners_that_are_copied_into_a_store_later_come_along_but_change_none_that_is_known(earlier):
-    Owners(earlier).all()
-    (earlier / ".owners").mkdir()
-    for name in ("hers", "copied"):
-        (earlier / ".owners" / name).write_text('{"owner": "bob"}')
-    assert {name: one.owner for name, one in Owners(earlier).all().items() if one.owner != ""} == {
-        "hers": "alice",
-        "earliest": "alice",
-        "nobodys": None,
-        "copied": "bob",
-    }
 
 
 def test_who_reads_sees_each_change_at_once_and_writes_nothing(tmp_path):
