@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from deployments.errors import nearest
 from deployments.savepoint import Savepoint
@@ -161,8 +161,6 @@ class Options(BaseModel):
             by default none.
         archive_cache_bytes: The most bytes of archived activations that stay in `activations_dir`; the oldest are
             removed first.
-        answer_when: When a request that records is answered: once its activations are `stored` in `activations_dir`, or
-            once they are also `archived` in the bucket.
         models_dir: The directory of models that are named without a path: `some/model` loads `models_dir/some/model`
             if it exists, else from the hub. By default `$VITRINE_HOME/models`, where `make smollm2` writes.
         allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
@@ -236,7 +234,6 @@ class Options(BaseModel):
     activations_dir: str = Field(default_factory=lambda: str(home() / "activations"))
     archive: str | None = Field(default=None, min_length=1)
     archive_cache_bytes: int = Field(default=64 << 30, ge=0)
-    answer_when: Literal["stored", "archived"] = "stored"
     models_dir: str = Field(default_factory=lambda: str(default_models_dir()))
     allow_remote_code: bool = False
     load_timeout_s: float = Field(default=600, gt=0)
@@ -310,12 +307,6 @@ class Options(BaseModel):
                 "it: leave out the parts before '@' and after '?' or '#'; in a path write '@' as %40"
             )
         return value
-
-    @model_validator(mode="after")
-    def _can_wait(self) -> Options:
-        if self.answer_when == "archived" and self.archive is None:
-            raise ValueError("answer_when=archived needs a bucket: set archive=s3://bucket/prefix")
-        return self
 
     @property
     def on_cpu(self) -> bool:

@@ -131,14 +131,12 @@ class RunEnd(NamedTuple):
         batches: Record batches, or references to them.
         part: The number of parts sent before.
         fence: The session's, which the request was admitted with.
-        archived: Whether the run counts as stored only once it is in the bucket.
     """
 
     run: RunFacts
     batches: list[Any]
     part: int = 0
     fence: str | None = None
-    archived: bool = False
 
 
 class StoredRun(NamedTuple):

@@ -142,8 +142,7 @@ class Runs:
         """
         assert event.captured is not None
         batches = [await self._to_send(run, event.captured, event.tokens)] if event.captured.positions else []
-        archived = self._options.answer_when == "archived"
-        return await self._calls.write(RunEnd(self._facts(run, event), batches, parts, run.job.fence, archived))
+        return await self._calls.write(RunEnd(self._facts(run, event), batches, parts, run.job.fence))
 
     def renew(self, run: OpenRun) -> None:
         """Report to the store that a run continues."""

@@ -160,11 +160,6 @@ def test_an_archive_that_is_no_bucket_is_refused(archive):
         Options.model_validate({"archive": archive})
 
 
-def test_answers_cannot_wait_for_a_bucket_that_is_not_named():
-    with pytest.raises(ValidationError, match="answer_when=archived needs a bucket: set archive="):
-        Options.model_validate({"answer_when": "archived"})
-
-
 @pytest.mark.parametrize(
     "end", ["u:s3cret@host/v", "s3cret@host/v", "u:s3/cret@host", "host/v?token=s3cret", "host#s3cret"]
 )

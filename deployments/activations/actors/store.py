@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _ACTOR = "activation store of "  # what a store's name begins with
-_ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
-_POLL_S = 0.05  # between two looks whether it is
 _WATCH_S = 2.0  # between two looks for nodes that have come back
 _FLUSH_S = 30.0  # for which a node's writer is waited for
 _WITHDRAW_S = 10.0  # the same, while a request waits
@@ -219,19 +217,6 @@ class ActivationStore(RunReceiver):
                 f"The activation store of {self._root} runs already and archives to {bucket or 'no bucket'}: "
                 "start with the same archive, or stop Ray and start again"
             )
-
-    async def wait_archived(self, uri: str) -> None:
-        """Return once a segment, by its URI, is in the bucket; StoreError if it is not in time."""
-        if self._archive is None:
-            raise StoreError("There is no archive: set archive=s3://bucket/prefix, or answer_when=stored.")
-        until = time.monotonic() + _ARCHIVE_S
-        while not await asyncio.to_thread(self._archive.is_archived, uri):
-            if time.monotonic() > until:
-                raise StoreError(
-                    f"The run is stored, but not in the bucket {self._archive.place} within {_ARCHIVE_S:g} s "
-                    f"({self._archive.trouble}): it will be once the bucket takes it."
-                )
-            await asyncio.sleep(_POLL_S)
 
     # ---- other nodes
 

@@ -136,14 +136,6 @@ class Archive:
             self.cache.move(self.manifest.bucket + name, file.uri)
         return bool(found)
 
-    def is_archived(self, uri: str) -> bool:
-        """Whether a segment, by its URI, is in the bucket; if not, it is looked for at once."""
-        names = [uri, self.manifest.disk + name_of(uri), self.manifest.bucket + name_of(uri)]
-        found = self._catalogue.select("SELECT 1 FROM files WHERE uri IN (?, ?, ?) AND archived", *names)
-        if not found:
-            self._wake.set()
-        return bool(found)
-
     def check_deletes(self) -> None:
         """Raise ArchiveError if the bucket is another server's now, or the catalogue never learned what is in it."""
         if self._stopped or not self._catalogue.change((), has_caught_up):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,16 +44,11 @@ class RunReceiver(ABC):
         found = await _fetch(run_id, batches)
         await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most, fence))
 
-    async def write(
-        self, run: RunFacts, batches: list[Any], part: int = 0, fence: str | None = None, archived: bool = False
-    ) -> StoredRun:
-        """Store a run, or the end of one, as `Writer.submit`; durable when it answers, and if asked, `archived`."""
+    async def write(self, run: RunFacts, batches: list[Any], part: int = 0, fence: str | None = None) -> StoredRun:
+        """Store a run, or the end of one, as `Writer.submit`; durable when it answers."""
         await self._admit(run.session_id, run.run_id, fence)
         found = await _fetch(run.run_id, batches)
         stored = await asyncio.wrap_future(self._writing().submit(run, found, part, fence))
-        if archived:
-            await asyncio.wrap_future(self._writing().seal(stored.session_id))
-            await self.wait_archived(next(iter(stored.points.values())).uri)
         return stored._replace(node=self._node_name)
 
     async def write_all(self, ends: list[RunEnd]) -> list[StoredRun | Exception]:
@@ -64,10 +59,6 @@ class RunReceiver(ABC):
     async def _admit(self, session_id: str, run_id: str, fence: str | None) -> None:
         """Raise StoreError if the session may get no run here; parts of the run that are there are dropped."""
         return  # the store has checks of its own
-
-    @abstractmethod
-    async def wait_archived(self, uri: str) -> None:
-        """Return once a segment is in the bucket, as `ActivationStore.wait_archived`."""
 
     async def abandon(self, session_id: str, run_id: str) -> None:
         """As `Writer.abandon`."""

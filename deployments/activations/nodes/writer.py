@@ -81,10 +81,6 @@ class NodeWriter(RunReceiver):
                 "bucket (archive=s3://bucket/prefix), or activations_dir to a directory that all nodes share."
             )
 
-    async def wait_archived(self, uri: str) -> None:
-        """As `ActivationStore.wait_archived`: the store archives what all writers seal."""
-        await self._store.wait_archived.remote(self._reported_uri(uri))
-
     async def check_room(self, session_id: str, size: int) -> None:
         """As `ActivationStore.check_room`, by the quotas in the store's last reply."""
         await self._check(session_id, None)

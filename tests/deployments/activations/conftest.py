@@ -180,9 +180,16 @@ class Head(NamedTuple):
     def archived(self, *made: Made) -> list[StoredRun]:
         """The same, and wait until they are in the bucket."""
         stored = self.store(*made)
-        for uri in {point.uri for run in stored for point in run.points.values()}:
-            until(partial(self.archive.is_archived, uri))
+        for one in made:
+            until(partial(self.is_archived, one.facts.run_id))
         return stored
+
+    def is_archived(self, run_id: str) -> bool:
+        """Whether a run is in the bucket; if not, the archive looks at once for what it can upload."""
+        if (run := self.run(run_id)) and run["archived"]:
+            return True
+        self.archive._wake.set()
+        return False
 
     def close(self) -> None:
         self.writer.close()

@@ -54,11 +54,11 @@ def test_a_sealed_segment_is_in_the_bucket_with_the_same_bytes_and_listings_say_
     one = head()
     bucket.server.fails = lambda method, path: ".arrow" in path  # the bucket is away
     made = make("r", {POINT: torch.randn(5, 4), OTHER: torch.randn(5, 3).bfloat16()}, parts=2, tags={"k": "é"})
-    [stored] = one.store(made)
+    one.store(made)
     assert one.run("r")["archived"] is False
     assert one.catalogue.session("session")["archived"] is False
     bucket.server.fails = lambda method, path: False
-    until(lambda: one.archive.is_archived(stored.points[POINT].uri))
+    until(lambda: one.is_archived("r"))
     assert one.run("r")["archived"] is True
     assert one.catalogue.sessions()[0]["archived"] is True
     [name] = bucket.objects()
@@ -127,14 +127,14 @@ def test_an_upload_that_hangs_holds_up_nothing_else(bucket, head, make):
     one = head()
     one.archived(make("g", session_id="gone"))
     with bucket.server.holding("PUT", "/session/") as held:
-        [slow] = one.store(make("slow"))
+        one.store(make("slow"))
         assert held.wait(60)
         one.archived(make("o", session_id="other"))
         assert one.writer.ask(lambda manager: manager.pin("other", True)).result()
         assert one.writer.delete("gone").result(60)
         until(lambda: one.archive._records() and bucket.objects("gone") == [])
-        assert not one.archive.is_archived(slow.points[POINT].uri)
-    until(lambda: one.archive.is_archived(slow.points[POINT].uri))
+        assert not one.is_archived("slow")
+    until(lambda: one.is_archived("slow"))
 
 
 def test_an_outage_keeps_no_run_from_being_stored_also_over_a_restart_and_all_come_afterwards(bucket, head, make):
@@ -332,35 +332,6 @@ def store(bucket, head, tmp_path):
         one._writer.close()
         one._archive.close()
         one._catalogue.close()
-
-
-async def there(batch):
-    return batch
-
-
-async def write(store, made, archived=True):
-    return await store.write(made.facts, [there(batch) for batch in made.batches], archived=archived)
-
-
-def test_an_answer_may_wait_until_its_run_is_archived_and_fails_with_the_reason(
-    bucket, store, reader_of, make, monkeypatch
-):
-    actor = store()
-    bucket.server.requests.clear()
-
-    async def steps():
-        await asyncio.gather(*(write(actor, make(f"r{i}")) for i in range(10)))
-        session = await reader_of(actor).session("session")
-        assert session["archived"] is True
-        assert len(bucket.objects()) < 10  # those that came at once share segments
-        monkeypatch.setattr("deployments.activations.actors.store._ARCHIVE_S", 0.5)
-        bucket.server.fails = lambda method, path: ".arrow" in path
-        with pytest.raises(StoreError, match="stored, but not in the bucket s3://.*once the bucket takes it"):
-            await write(actor, make("late"))
-
-    asyncio.run(steps())
-    bucket.server.fails = lambda method, path: False
-    until(lambda: actor._catalogue.sessions()[0]["archived"])
 
 
 def test_an_application_with_another_archive_than_the_running_store_is_refused(bucket, store):

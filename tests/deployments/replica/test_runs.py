@@ -73,8 +73,6 @@ class SlowStore:
         await asyncio.wrap_future(self.writer.append(session_id, run_id, part, _arrived(batches)))
 
     async def _write_all(self, ends):
-        if any(end.archived for end in ends):
-            return [StoreError("The run is stored, but not in the bucket")] * len(ends)
         stored = [self.writer.submit(end.run, _arrived(end.batches), end.part) for end in ends]
         return await asyncio.gather(*map(asyncio.wrap_future, stored), return_exceptions=True)
 
@@ -115,17 +113,6 @@ def test_an_answer_comes_without_its_activations_and_says_why(error, reason):
     assert messages[-1].completion_tokens > 0
     assert messages[-1].run.status == "failed"
     assert reason in messages[-1].run.reason
-
-
-@pytest.mark.parametrize(("waits_for", "status"), [("stored", "stored"), ("archived", "failed")])
-def test_a_server_may_answer_only_when_activations_are_archived(tmp_path, waits_for, status):
-    options = {"answer_when": waits_for, "archive": "s3://bucket/prefix"}
-    store = SlowStore(tmp_path)
-    with serving(store, **options) as replica:
-        messages = asyncio.run(replica.complete(a_job()))
-    store.writer.close()
-    assert messages[-1].run.status == status
-    assert ("not in the bucket" in (messages[-1].run.reason or "")) == (status == "failed")
 
 
 def test_each_prompt_of_a_list_has_the_hash_that_it_has_alone(tmp_path):
