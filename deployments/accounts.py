@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Account:
-    """Who asks: `owner` of what they make (None on a server without keys), `is_admin`, `reads_unowned`."""
+    """Who asks: `owner` of what they make (None on a server without keys), `is_admin`."""
 
     owner: str | None = None
     is_admin: bool = True
-    reads_unowned: bool = False
 
     def may_read(self, owner: str | None, shared: bool = False) -> bool:
         """Whether they may read what has this owner, or none."""
-        return shared or self.may_change(owner) or (owner is None and self.reads_unowned)
+        return shared or self.may_change(owner)
 
     def may_change(self, owner: str | None) -> bool:
         """Whether they may add to, change and delete what has this owner, or none."""

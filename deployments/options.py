@@ -150,12 +150,6 @@ class Options(BaseModel):
             none is.
         delete_oldest: Whether at `max_store_bytes` the store deletes the sessions whose last run is oldest, except
             pinned ones, instead of rejecting the run. With API keys, it deletes only those of the run's owner.
-        max_owner_bytes: With API keys, the most bytes of all stored sessions of one owner who is no admin.
-        max_owner_sessions: The same for the number of sessions.
-        max_owner_tensor_bytes: The same for the bytes of clients' tensor files.
-        max_owner_profiles: The same for the number of profiles, 1,024 at most.
-        unowned: Who may read data without an owner, which was recorded without API keys: only admins (`admin`), or
-            every key (`shared`).
         activations_dir: The directory where activations and clients' tensors are stored.
         archive: The URI of a bucket that stored activations are uploaded to as well (`s3://bucket/prefix?region=...`);
             by default none.
@@ -226,11 +220,6 @@ class Options(BaseModel):
     max_session_bytes: int | None = Field(default=None, ge=1)
     max_session_age_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     delete_oldest: bool = False
-    max_owner_bytes: int = Field(default=64 << 30, ge=1)
-    max_owner_sessions: int = Field(default=10_000, ge=1)
-    max_owner_tensor_bytes: int = Field(default=1 << 30, ge=1)
-    max_owner_profiles: int = Field(default=256, ge=1, le=1024)
-    unowned: Literal["admin", "shared"] = "admin"
     activations_dir: str = Field(default_factory=lambda: str(home() / "activations"))
     archive: str | None = Field(default=None, min_length=1)
     archive_cache_bytes: int = Field(default=64 << 30, ge=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,6 @@ class Ingress:
         """Called by Serve in the replica; fails if the activation store cannot use its directory."""
         make_private(RAY_TOKEN)
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
-        if not self._keys:  # without keys, nothing has an owner
-            limits = replace(limits, max_owner_bytes=None, max_owner_sessions=None)
         await check_code(self._options.activations_dir, self._store)
         await self._store.check_archive.remote(self._options.archive or "")
         application = serve.get_replica_context().app_name

@@ -19,7 +19,6 @@ class Filter(NamedTuple):
     sample_id: str | None = None  # the user's name for the sample
     tags: tuple[tuple[str, str], ...] = ()  # names and values that the run's tags hold, each of them
     among: tuple[str, ...] | None = None  # the run's session is one of these; None where it may be any
-    without: tuple[str, ...] = ()  # it is none of these
     runs: tuple[str, ...] | None = None  # the run is one of these; None where it may be any
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 
@@ -15,8 +15,6 @@ class Retention:
     max_session_bytes: int | None = None
     max_session_age_s: float | None = None  # seconds since its last run, after which a session is deleted
     delete_oldest: bool = False  # whether a full store deletes the oldest sessions of a run's owner, or refuses the run
-    max_owner_bytes: int | None = None  # of all sessions of one owner together
-    max_owner_sessions: int | None = None
 
     def described(self) -> str:
         """The limits that are set, written as options."""
@@ -24,21 +22,9 @@ class Retention:
         return ", ".join(f"{name}={value}" for name, value in held.items()) or "no limits"
 
     @property
-    def of_all(self) -> Retention:
-        """The limits that are not per owner: an application without keys has no owners."""
-        return replace(self, max_owner_bytes=None, max_owner_sessions=None)
-
-    def with_owners_of(self, limits: Iterable[Retention]) -> Retention:
-        """The same with the strictest limits of owners among several."""
-        several = list(limits)
-        sizes, counts = ([getattr(one, name) for one in several] for name in ("max_owner_bytes", "max_owner_sessions"))
-        least = [min((value for value in values if value is not None), default=None) for values in (sizes, counts)]
-        return replace(self, max_owner_bytes=least[0], max_owner_sessions=least[1])
-
-    @property
     def has_quotas(self) -> bool:
         """Whether any bytes are limited."""
-        return any(most is not None for most in (self.max_store_bytes, self.max_session_bytes, self.max_owner_bytes))
+        return any(most is not None for most in (self.max_store_bytes, self.max_session_bytes))
 
 
 class SessionSize(NamedTuple):

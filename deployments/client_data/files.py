@@ -59,7 +59,6 @@ class ClientFiles(ABC):
     verb: str  # for bringing one
     full: str  # the code of a refusal for want of room
     most_files: int
-    most_of_one: int  # files of an owner who has a quota
 
     def __init__(self, root: Path) -> None:
         """Read what there is in the store's directory; links are not followed, other names are passed over."""
@@ -117,12 +116,10 @@ class ClientFiles(ABC):
             del self._files[file.name, file.owner]
         return True
 
-    def keep(
-        self, new: ClientFile, data: bytes, most: int, account: Account, most_of_one: int | None
-    ) -> dict[str, Any]:
+    def keep(self, new: ClientFile, data: bytes, most: int, account: Account) -> dict[str, Any]:
         """Write a file, durable when it returns; the same one again is left as it is.
 
-        RequestError if its name is taken, or files would take more than `most` bytes, or `most_of_one` of its owner.
+        RequestError if its name is taken, or files would take more than `most` bytes.
         """
         key = new.name, new.owner
         known = self._files.get(key)
@@ -134,9 +131,6 @@ class ClientFiles(ABC):
             raise RequestError(message, "spec.name", "readout_exists")
         others = [file for place, file in self._files.items() if place != key]
         self._check_room(others, new.bytes, self.most_files, most)
-        if not account.is_admin and most_of_one is not None:
-            own = [file for file in others if file.owner == new.owner]
-            self._check_room(own, new.bytes, self.most_of_one, most_of_one)
         with explained(self._root):
             new = new._replace(created=write(self._root, self.folder, new.file_name, data))
         with self._lock:

@@ -61,24 +61,23 @@ class StoredProfiles(State):
             seen = [one for one in seen if ((one.name, one.owner or "") > (name, owner) if at else one.name > name)]
         return [one.as_json(account) for one in seen[:limit]]
 
-    def put(self, profile: Profile, account: Account = OPERATOR, most: int = MAX_PROFILES) -> dict[str, Any]:
+    def put(self, profile: Profile, account: Account = OPERATOR) -> dict[str, Any]:
         """Keep a profile, in the place of one of its name, and of the model's last default if it is one.
 
-        Durable when it returns, with what `get` returns. RequestError if it is too large, there are more than `most` of
-        an owner who is no admin, or an owner who is no admin changes a default, which affects other users.
+        Durable when it returns, with what `get` returns. RequestError if it is too large, its owner has too many, or
+        an owner who is no admin changes a default, which affects other users.
         """
         body = profile.model_dump_json(by_alias=True, exclude_unset=True, exclude={"default"})
         if (size := len(body.encode())) > MAX_BYTES:
             message = f"{size} bytes, and a profile has {MAX_BYTES} at most: send vectors as tensor files"
             raise RequestError(message, None, "profile_too_large", 413)
-        most = MAX_PROFILES if account.is_admin else min(most, MAX_PROFILES)
         new = _StoredProfile(
             profile.name, account.owner, profile.model, profile.description, time.time(), profile.default, body
         )
         with self.change() as database:
             own = {one.name: one for one in self._stored("WHERE owner = ?", account.owner or "", columns=_LISTED)}
-            if len(own.keys() - {new.name}) >= most:
-                raise RequestError(f"there are {most} profiles: delete some", None, "profile_store_full")
+            if len(own.keys() - {new.name}) >= MAX_PROFILES:
+                raise RequestError(f"there are {MAX_PROFILES} profiles: delete some", None, "profile_store_full")
             is_news = new.is_default or (new.name in own and own[new.name].is_default)
             if is_news and not account.is_admin:
                 raise _defaults_are_admins()

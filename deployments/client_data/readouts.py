@@ -24,7 +24,7 @@ class ReadoutFiles(ClientFiles):
     """Every readout below one root."""
 
     folder, kind, verb, full = ".readouts", "readouts", "install", "readout_store_full"
-    most_files = most_of_one = 1 << 10
+    most_files = 1 << 10
 
     def described(self, path: Path) -> tuple[str, dict[str, Any]]:
         """What the file's metadata say."""
@@ -39,7 +39,6 @@ class ReadoutFiles(ClientFiles):
         spec: Mapping[str, Any] | None,
         most: int,
         account: Account = OPERATOR,
-        most_of_one: int | None = None,
     ) -> dict[str, Any]:
         """Store a readout with its spec, as `keep` does. RequestError if it is not a valid readout."""
         defined = define(data, spec)
@@ -48,7 +47,7 @@ class ReadoutFiles(ClientFiles):
         kept = save(defined.tensors, metadata)
         about = _about(defined.spec, defined.hidden, defined.size)
         new = ClientFile(defined.spec.name, account.owner, id, len(kept), 0.0, about)
-        return self.keep(new, kept, most, account, most_of_one)
+        return self.keep(new, kept, most, account)
 
 
 def _spec_json(spec: ReadoutSpec) -> str:

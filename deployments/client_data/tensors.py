@@ -26,7 +26,7 @@ class TensorFiles(ClientFiles):
     """Every tensor file below one root. Its id is made of its bytes and owner, so that the same is kept once."""
 
     folder, kind, verb, full = ".tensors", "tensor files", "send", "tensor_store_full"
-    most_files, most_of_one = 1 << 16, 1 << 12
+    most_files = 1 << 16
 
     def described(self, path: Path) -> tuple[str, dict[str, Any]]:
         """What the header of a file says, which was checked when it was sent."""
@@ -35,16 +35,14 @@ class TensorFiles(ClientFiles):
             types = {name: _type(name, found.get_shape(), found.get_dtype()) for name, found in slices.items()}
         return path.name.partition(".")[0].partition("@")[0], {"tensors": types}
 
-    def put(
-        self, data: bytes, most: int, account: Account = OPERATOR, most_of_one: int | None = None
-    ) -> dict[str, Any]:
+    def put(self, data: bytes, most: int, account: Account = OPERATOR) -> dict[str, Any]:
         """Keep a file, as `keep`; RequestError if it may not be kept."""
         about, owner = {"tensors": check(data)}, account.owner
         digest = hashlib.sha256(data)
         if owner is not None:
             digest.update(f"@{owner}".encode())
         id = f"tensor-{digest.hexdigest()[:32]}"
-        return self.keep(ClientFile(id, owner, id, len(data), 0.0, about), data, most, account, most_of_one)
+        return self.keep(ClientFile(id, owner, id, len(data), 0.0, about), data, most, account)
 
 
 def check(data: bytes) -> dict[str, dict[str, Any]]:

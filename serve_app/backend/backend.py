@@ -51,7 +51,6 @@ class Backend:
         profiles: Profiles of capture and interventions.
         tensors: Clients' safetensors files.
         readouts: Clients' readouts.
-        reads_unowned: Whether every key may read data without an owner.
         metrics: Prometheus text of all nodes.
     """
 
@@ -67,10 +66,9 @@ class Backend:
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
         self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
-        self.profiles = Profiles(store, options.max_owner_profiles)
-        self.tensors = Tensors(store, options.max_tensor_store_bytes, options.max_owner_tensor_bytes)
-        self.readouts = Readouts(store, self.models, options.max_readout_store_bytes, options.max_owner_tensor_bytes)
-        self.reads_unowned = options.unowned == "shared"
+        self.profiles = Profiles(store)
+        self.tensors = Tensors(store, options.max_tensor_store_bytes)
+        self.readouts = Readouts(store, self.models, options.max_readout_store_bytes)
         self.metrics = NodeMetrics(_exporters)
         self._store = store
         self._reader = reader

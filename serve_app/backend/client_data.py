@@ -56,15 +56,15 @@ class ClientData:
 
 
 class Tensors(ClientData):
-    """Safetensors files: at most `most` bytes together, and `most_of_one` for an owner who is not an admin."""
+    """Safetensors files: at most `most` bytes together."""
 
     kind, missing = "tensors", ("tensor_id", "tensor file", "tensor")
 
-    def __init__(self, store: Any, most: int, most_of_one: int) -> None:
+    def __init__(self, store: Any, most: int) -> None:
         """Use the activation store of this handle."""
         super().__init__(store)
-        self._most, self._most_of_one = most, most_of_one
+        self._most = most
 
     async def put(self, account: Account, data: bytes) -> dict[str, Any]:
         """Store a file; it is on disk when this returns. RequestError if it is not allowed or there is no room."""
-        return await self.ask("put", data, self._most, account, self._most_of_one)  # type: ignore[no-any-return]
+        return await self.ask("put", data, self._most, account)  # type: ignore[no-any-return]

@@ -30,15 +30,13 @@ class Profiles(ClientData):
 
     kind, missing = "profiles", ("name", "profile", "profile")
 
-    def __init__(self, store: Any, most: int) -> None:
+    def __init__(self, store: Any) -> None:
         """Initialize the registry; default profiles are fetched later.
 
         Args:
             store: The activation store's handle.
-            most: The most profiles of an owner who is not an admin.
         """
         super().__init__(store)
-        self._most = most
         self._defaults: Mapping[str, Profile] = {}
         self._version: int | None = None
         self._asked = float("-inf")
@@ -53,7 +51,7 @@ class Profiles(ClientData):
         """
         plain = Profile.model_validate(profile.model_dump(by_alias=True, exclude_unset=True))
         try:
-            return await self.ask("put", plain, account, self._most)  # type: ignore[no-any-return]
+            return await self.ask("put", plain, account)  # type: ignore[no-any-return]
         finally:
             self._forget()
 

@@ -15,17 +15,16 @@ class Readouts(ClientData):
 
     kind, missing = "readouts", ("name", "readout", "readout")
 
-    def __init__(self, store: Any, models: Models, most: int, most_of_one: int) -> None:
+    def __init__(self, store: Any, models: Models, most: int) -> None:
         """Initialize the registry.
 
         Args:
             store: The activation store's handle.
             models: The served models.
             most: The most bytes of all readouts together.
-            most_of_one: The most bytes of an owner who is not an admin.
         """
         super().__init__(store)
-        self._models, self._most, self._most_of_one = models, most, most_of_one
+        self._models, self._most = models, most
 
     async def install(self, account: Account, data: bytes, spec: dict[str, Any] | None) -> dict[str, Any]:
         """Store a readout; it is on disk when this returns.
@@ -34,7 +33,7 @@ class Readouts(ClientData):
             RequestError: It is not a readout, its name is taken, or there is no room for it.
             ApiError: Its model has no such point, or the point's rows have another length; 503.
         """
-        kept: dict[str, Any] = await self.ask("put", data, spec, self._most, account, self._most_of_one)
+        kept: dict[str, Any] = await self.ask("put", data, spec, self._most, account)
         model = self._models.get(kept["model"])
         if model and model.up:
             try:

@@ -24,7 +24,7 @@ async def _backend(connection: HTTPConnection) -> Backend:
 
 
 async def _account(sender: Sender, backend: AppBackend) -> Account:
-    return Account(sender.owner, sender.is_admin, backend.reads_unowned)
+    return Account(sender.owner, sender.is_admin)
 
 
 AppBackend = Annotated[Backend, Depends(_backend)]

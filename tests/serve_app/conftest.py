@@ -26,12 +26,11 @@ def tokenizer():
 def keyed(another_app, tmp_path_factory):
     """The root of an application on the shared store with keys from a file and from the environment.
 
-    It is for pages of one origin, has little room for each owner, and runs clients' code.
+    It is for pages of one origin, and runs clients' code.
     """
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(IN_FILE)
     options = [f"api_keys_file={path}", f"cors_origins={ORIGIN}", "allow_client_code=true"]
-    options += ["max_owner_tensor_bytes=4096", "max_owner_profiles=3"]
     with another_app("keyed", *options, **{VARIABLE: IN_ENVIRONMENT}) as root:
         yield root
 

@@ -8,5 +8,5 @@ from deployments.options import Options
 from serve_app.api import build_api
 from serve_app.http.keys import Keys
 
-APP = build_api(SimpleNamespace(data=None, reads_unowned=False), Options(), Keys())  # type: ignore[arg-type]
+APP = build_api(SimpleNamespace(data=None), Options(), Keys())  # type: ignore[arg-type]
 DESCRIPTION = APP.openapi()

@@ -265,26 +265,6 @@ def test_what_was_recorded_without_keys_is_admins(ask, record, served):
     assert ask("root", "DELETE", f"{SESSION}before-keys").status_code == 200
 
 
-def test_who_fills_a_quota_of_stored_activations_fills_it_for_nobody_else(ask, record, limited):
-    def status(name, session, **fields):
-        answer = record(name, session, **fields)
-        return answer.json()["activations_meta"]["status"] if answer.status_code == 200 else code(answer)
-
-    assert status("hog", "hog-0") == "stored"
-    size = ask("hog", "GET", f"{SESSION}hog-0").json()["bytes"]
-    required = {"capture": CAPTURE | {"required": True}}
-    for limits, name in (({"max_owner_bytes": size + 10}, "hog-0"), ({"max_owner_sessions": 1}, "hog-1")):
-        with limited(**limits):
-            full = record("hog", name).json()
-            assert full["usage"]["completion_tokens"] == 4
-            assert full["activations_meta"]["status"] == "failed"
-            assert "of hog is reached" in full["activations_meta"]["reason"]
-            assert next(iter(limits)) in full["activations_meta"]["reason"]
-            assert status("hog", name, **required) == (503, "store_unavailable")
-            assert status("root", "roots") == "stored"
-    assert status("hog", "hog-1", **required) == "stored"
-
-
 def test_who_fills_the_store_evicts_nobody_elses_sessions(ask, record, limited, mine, served):
     for session in ("hog-2", "hog-3"):
         record("hog", session)
@@ -297,27 +277,6 @@ def test_who_fills_the_store_evicts_nobody_elses_sessions(ask, record, limited, 
     assert gone
     assert all(session.startswith("hog") for session in gone)
     assert mine in listed(ask, "alice", "/v1/activations/runs", "run_id")
-
-
-def test_who_fills_the_room_for_tensors_or_profiles_fills_it_for_nobody_else(ask):
-    def sent(name, number):
-        data = save({"v": torch.full((192,), float(number))})
-        return ask(name, "POST", "/v1/tensors", content=data, headers=BYTES)
-
-    def kept(name, number):
-        return ask(name, "POST", "/v1/interventions", json={"name": f"p{number}", "capture": CAPTURE})
-
-    for make, refused in ((sent, "tensor_store_full"), (kept, "profile_store_full")):
-        answers = [make("hog", number) for number in range(5)]
-        assert code(answers[-1]) == (400, refused)
-        for name in ("bob", "root"):
-            assert make(name, 1).status_code == 200
-    for number in range(5):
-        assert make("root", number).status_code == 200
-    for one in ask("root", "GET", "/v1/interventions?limit=1000").json()["data"]:
-        if one["owner"] in OWNERS:  # the store is shared with other tests
-            path = f"/v1/interventions/{one['name']}?owner={one['owner']}"
-            assert ask("root", "DELETE", path).status_code == 200
 
 
 def test_nobody_hears_of_a_job_of_another_key(ask, keyed):

@@ -235,8 +235,7 @@ class ActivationReader:
         """The same runs, but for those that the account may not read."""
         if account.is_admin:
             return filter
-        among, without = self._owners.readable(account)
-        return filter._replace(among=among, without=without)
+        return filter._replace(among=self._owners.readable(account))
 
     def _with_owner(self, session: dict[str, Any], pinned: frozenset[str], account: Account) -> dict[str, Any]:
         told = session | {"pinned": session["id"] in pinned}

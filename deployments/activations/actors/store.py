@@ -283,8 +283,8 @@ class ActivationStore(RunReceiver):
     async def retain(self, retention: Retention, now: float | None = None, application: str | None = None) -> list[str]:
         """Keep to these limits from now on, also when started again; as `Writer.retain`.
 
-        Limits delete everybody's sessions: so StoreError if another application that runs has set others. Of limits of
-        owners, which only applications with keys have, the strictest hold. `application` None sets them in any case.
+        Limits delete everybody's sessions: so StoreError if another application that runs has set others.
+        `application` None sets them in any case.
         """
         from deployments.activations.state.state import save_limits
 
@@ -293,14 +293,13 @@ class ActivationStore(RunReceiver):
             for name in others - await asyncio.to_thread(_running, frozenset(others)):
                 del self._limits_of[name]
             for name, limits in self._limits_of.items():
-                if name != application and limits.of_all != retention.of_all:
+                if name != application and limits != retention:
                     raise StoreError(
                         f"The activation store at {self._asked} already uses the limits of the application "
-                        f"{name!r}, {limits.of_all.described()}, but {application!r} has "
-                        f"{retention.of_all.described()}: give it the same limits or another activations_dir."
+                        f"{name!r}, {limits.described()}, but {application!r} has "
+                        f"{retention.described()}: give it the same limits or another activations_dir."
                     )
             self._limits_of[application] = retention
-            retention = retention.with_owners_of(self._limits_of.values())
         self._limits = retention  # also those of a writer that takes the place of this one
         gone = asyncio.wrap_future(self._writing().retain(retention, now))
         await asyncio.to_thread(save_limits, self._root, self._life, retention, self._limits_of)

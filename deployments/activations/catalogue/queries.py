@@ -128,7 +128,7 @@ class Queries(ABC):
         where, values = _where(filter)
         if after is not None:
             where, values = f"{where} AND session > ?", [*values, after]
-        is_of_all = filter._replace(session=None, among=None, without=()) == EVERYTHING
+        is_of_all = filter._replace(session=None, among=None) == EVERYTHING
         of = _ALL_SUMS if is_of_all else _SUMS
         found = self.select(f"{of} WHERE {where} GROUP BY session ORDER BY session LIMIT ?", *values, limit)
         names = ("id", "runs", "tokens", "bytes", "models", "created", "updated")
@@ -151,7 +151,7 @@ class Queries(ABC):
         """Up to `limit` runs that match, ordered by time and id, after the run `after`, which RequestError names."""
         where, values = _where(filter)
         if after is not None:
-            only, named = _where(Filter(filter.session, among=filter.among, without=filter.without))
+            only, named = _where(Filter(filter.session, among=filter.among))
             place = self.select(f"SELECT min(created) FROM runs WHERE run_id = ? AND {only}", after, *named)[0][0]
             if place is None:
                 raise RequestError(f"there is no run {after!r}", "after", "run_not_found")
@@ -192,7 +192,6 @@ def _where(filter: Filter) -> tuple[str, list[Any]]:
         "created < ?": filter.until,
         "sample_id = ?": filter.sample_id,
         "runs.session IN (SELECT value FROM json_each(?))": None if filter.among is None else _listed(filter.among),
-        "runs.session NOT IN (SELECT value FROM json_each(?))": _listed(filter.without) if filter.without else None,
         "run_id IN (SELECT value FROM json_each(?))": None if filter.runs is None else _listed(filter.runs),
     }
     held = {condition: value for condition, value in conditions.items() if value is not None}

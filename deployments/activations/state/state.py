@@ -28,10 +28,8 @@ NAME = ".state.sqlite"  # no session id begins with '.'
 _TABLES = """
 CREATE TABLE IF NOT EXISTS pins (session TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS owners (
-    session TEXT PRIMARY KEY, owner TEXT, shared INTEGER NOT NULL, limited INTEGER NOT NULL, fence TEXT NOT NULL,
-    claimed REAL NOT NULL
+    session TEXT PRIMARY KEY, owner TEXT, shared INTEGER NOT NULL, fence TEXT NOT NULL
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS sessions_of_owner ON owners (owner) WHERE limited;
 CREATE TABLE IF NOT EXISTS limits (life TEXT PRIMARY KEY, said TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS profiles (
     name TEXT NOT NULL, owner TEXT NOT NULL, model TEXT, description TEXT, created REAL NOT NULL,

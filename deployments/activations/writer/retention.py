@@ -66,7 +66,6 @@ class SessionManager:
         self._owners, self._archive, self._nodes = owners, archive, nodes
         self._removals = ThreadPoolExecutor(_REMOVALS, thread_name_prefix="activation-removal")
         self._used, self._total, self._until = Counter[str](), 0, 0.0  # bytes, and until when they are taken as right
-        self._owned: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
 
     # ---- room
 
@@ -75,7 +74,6 @@ class SessionManager:
         if (began := time.monotonic()) >= self._until:
             self._used = self._pool.sizes()
             self._total = self._used.total()
-            self._owned.clear()
             self._until = (ended := time.monotonic()) + max(1.0, 100 * (ended - began))
         return self._used
 
@@ -98,7 +96,6 @@ class SessionManager:
         if limit is not None and used + size > limit:
             what = "store in another session, delete this one, or raise max_session_bytes"
             raise StoreError(_full(f"quota of session {session_id}", used, limit, size, what))
-        self._check_owner(session_id, size)
         limit = limits.max_store_bytes
         if limit is None or (missing := self._total + size - limit) <= 0:
             return []
@@ -133,17 +130,6 @@ class SessionManager:
     def _owner_of(self, session_id: str) -> str | None:
         record = self._owners.of(session_id) if self._owners else None
         return record.owner if record else None
-
-    def _check_owner(self, session_id: str, size: int) -> None:
-        limit = self.retention.max_owner_bytes
-        if self._owners is None or limit is None or not (record := self._owners.of(session_id)) or not record.limited:
-            return
-        if (used := self._owned.get(record.owner, limit)) + size > limit:
-            used = sum(self.used()[one] for one in self._owners.limited(record.owner))
-        if used + size > limit:
-            what = "delete sessions that are not needed, or raise max_owner_bytes"
-            raise StoreError(_full(f"quota of {record.owner}", used, limit, size, what))
-        self._owned[record.owner] = used + size
 
     def _is_as_known(self, session_id: str) -> bool:
         """Whether the files of a session, of which no run is open here, are as is known."""
@@ -203,8 +189,7 @@ class SessionManager:
     def assign(self, session_id: str, account: Account) -> str:
         """Admit a request that records into a session, as `Owners.claim`."""
         assert self._owners is not None
-        most = self.retention.max_owner_sessions
-        return self._owners.claim(session_id, account, lambda: self._pool.sizes().keys() | self.busy(), most)
+        return self._owners.claim(session_id, account, lambda: self._pool.sizes().keys() | self.busy())
 
     def check_fence(self, session_id: str, fence: str | None) -> None:
         """Refuse a run of a session that was deleted since its request was admitted, as `Owners.check`."""
@@ -259,7 +244,6 @@ class SessionManager:
         trash = self._put_aside(session_id)
         known = self._catalogue.drop(session_id) or known
         self._total -= self._used.pop(session_id, 0)
-        self._owned.clear()
         if self._owners:  # after the files: a crash between them leaves no session without its owner
             self._owners.forget(session_id)
         if trash:

@@ -236,7 +236,7 @@ def test_a_server_that_lost_its_claim_in_a_pause_stops_archiving_and_says_so(buc
 def test_pins_and_owners_outlive_a_head(bucket, head, make):
     alice = Account("alice", "use")
     one = head()
-    one.owners.claim("hers", alice, set, None)
+    one.owners.claim("hers", alice, set)
     one.archived(make("r", session_id="hers"), make("p", session_id="pinned"), make("o", session_id="old"))
     assert one.writer.ask(lambda manager: manager.pin("pinned", True)).result()
     until(lambda: len(one.archive._records()) == 2)
@@ -264,7 +264,7 @@ def test_a_pin_that_a_head_with_a_fast_clock_set_can_be_taken_away(bucket, head,
 
 def test_pins_and_owners_outlive_the_states_database(bucket, head, make):
     one = head()
-    one.owners.claim("hers", Account("alice", "use"), set, None)
+    one.owners.claim("hers", Account("alice", "use"), set)
     one.archived(make("r", session_id="hers"), make("p", session_id="pinned"))
     assert one.writer.ask(lambda manager: manager.pin("pinned", True)).result()
     until(lambda: len(one.archive._records()) == 2)

@@ -440,7 +440,6 @@ filters = st.builds(
     sample_id=st.none() | texts,
     tags=st.lists(st.tuples(texts, texts), max_size=2).map(tuple),
     among=st.none() | st.lists(st.sampled_from("stuv"), max_size=3).map(tuple),
-    without=st.lists(st.sampled_from("stuv"), max_size=2).map(tuple),
     runs=st.none() | st.lists(st.sampled_from(["r0", "r1", "r2", "r99"]), max_size=3).map(tuple),
 )
 
@@ -455,7 +454,6 @@ def fits(facts, filter):
         and filter.sample_id in (None, facts.sample_id)
         and all(facts.tags.get(name) == value for name, value in filter.tags)
         and (filter.among is None or facts.session_id in filter.among)
-        and facts.session_id not in filter.without
         and (filter.runs is None or facts.run_id in filter.runs)
     )
 
@@ -504,7 +502,7 @@ def check(catalogue, filter, fitting, limit, sizes):
         assert [run["run_id"] for run in whole["runs"]] == [facts.run_id for facts in own]
         by_page = lambda *page, id=one["id"]: catalogue.session(id, *page, filter)["runs"]  # noqa: E731
         assert paged(by_page, limit) == whole["runs"]
-        if filter._replace(session=None, among=None, without=()) == EVERYTHING:
+        if filter._replace(session=None, among=None) == EVERYTHING:
             assert one["bytes"] == sum(file["bytes"] for file in whole["files"])
         else:
             assert one["bytes"] == sum(sizes[facts.run_id] for facts in own)

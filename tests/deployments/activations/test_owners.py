@@ -15,7 +15,6 @@ from deployments.activations.actors.store import ActivationStore
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import EVERYTHING, Choice
 from deployments.activations.limits import Retention
-from deployments.activations.state import owners as owners_module
 from deployments.activations.state.owners import Owners
 from deployments.client_data.profiles import StoredProfiles
 from deployments.client_data.tensors import TensorFiles
@@ -24,7 +23,6 @@ from deployments.points.profiles import Profile
 
 POINT = "layers.0.output"
 ALICE, BOB, ADMIN = Account("alice", is_admin=False), Account("bob", is_admin=False), Account("root")
-GUEST = Account("bob", is_admin=False, reads_unowned=True)
 RUN = 64 << 10  # about what a run takes
 
 
@@ -161,18 +159,15 @@ def test_a_shared_session_is_for_everybody_to_read_and_its_owners_to_change(stor
     assert stored.session("open", account=BOB) is None
 
 
-def test_what_was_recorded_without_keys_is_admins_unless_the_operator_shares_it(stored):
+def test_what_was_recorded_without_keys_is_admins(stored):
     stored.record("old", OPERATOR)
     stored.record("mine", ALICE)
     assert Owners(stored.root).of("old") is None
-    assert [stored.listed(account) for account in (BOB, GUEST, ADMIN)] == [[], ["old"], ["mine", "old"]]
+    assert [stored.listed(account) for account in (BOB, ADMIN)] == [[], ["mine", "old"]]
     assert stored.session("old", account=BOB) is None
-    assert stored.session("old", account=GUEST)["owner"] is None
-    assert stored.rows("old-run", [[POINT]], "all", 1 << 30, GUEST)
-    assert stored.rows("mine-run", [[POINT]], "all", 1 << 30, GUEST) is None
-    for account in (BOB, GUEST):
-        assert refused(stored.claim, "old", account)[0] == 403
-        assert not stored.delete("old", account)
+    assert stored.rows("old-run", [[POINT]], "all", 1 << 30, BOB) is None
+    assert refused(stored.claim, "old", BOB)[0] == 403
+    assert not stored.delete("old", BOB)
     stored.record("old", ADMIN, "of-an-admin")
     assert stored.session("old", account=ADMIN)["owner"] is None
 
@@ -200,37 +195,6 @@ def test_a_late_run_of_an_admin_does_not_become_part_of_a_session_that_was_nobod
     stored.record("old", BOB)
     with pytest.raises(StoreError, match="deleted"):
         stored.write(stored.made("late", "old"), fence)
-
-
-def test_at_the_quota_of_an_owners_bytes_others_still_record(stored):
-    stored.retain(Retention(max_owner_bytes=5 * RUN // 2))
-    for session in ("a", "b"):
-        stored.record(session, ALICE)
-    with pytest.raises(StoreError, match="quota of alice is reached.*max_owner_bytes"):
-        stored.record("c", ALICE)
-    with pytest.raises(StoreError, match="quota of alice"):
-        stored.check_room("a", RUN)
-    for number in range(4):
-        stored.record(f"b{number % 2}", BOB if number % 2 else ADMIN, f"r{number}")
-    stored.record("nobodys", OPERATOR)
-    assert stored.delete("a", ALICE)
-    stored.record("c", ALICE)
-
-
-def test_at_the_quota_of_sessions_no_other_is_claimed_and_those_that_stayed_empty_go_first(stored, monkeypatch):
-    stored.retain(Retention(max_owner_sessions=2))
-    stored.record("a", ALICE)
-    stored.claim("empty", ALICE)
-    with pytest.raises(StoreError, match="quota of sessions of alice is reached.*max_owner_sessions"):
-        stored.claim("c", ALICE)
-    assert stored.claim("a", ALICE)
-    for name in ("x", "y", "z"):
-        stored.claim(name, ADMIN)
-    stored.claim("d", BOB)
-    now = owners_module.time.time()
-    monkeypatch.setattr(owners_module.time, "time", lambda: now + 2 * owners_module._EMPTY_S)
-    assert stored.claim("c", ALICE)
-    assert stored.claim("empty", BOB)
 
 
 def test_a_full_store_evicts_the_sessions_of_the_runs_owner_alone(stored):
@@ -261,24 +225,12 @@ def test_a_tensor_file_is_its_owners_alone_and_the_same_bytes_of_another_are_ano
         assert {one["id"]: one["owner"] for one in found.list(10, None, ADMIN)} == {
             of[account]: account.owner for account in of
         }
-        assert [one["owner"] for one in found.list(10, None, GUEST)].count(None) == 1
         for theirs in (of[BOB], of[ADMIN], of[OPERATOR]):
             assert found.read(theirs, ALICE) is None
             assert not found.delete(theirs, ALICE)
-        assert found.read(of[OPERATOR], GUEST) == found.read(of[BOB], ADMIN) == FILE
+        assert found.read(of[OPERATOR], ADMIN) == found.read(of[BOB], ADMIN) == FILE
     assert files.delete(of[ALICE], ALICE)
     assert files.read(of[BOB], BOB) == FILE
-
-
-def test_one_owners_tensor_files_leave_room_for_anothers(tmp_path, monkeypatch):
-    monkeypatch.setattr(TensorFiles, "most_of_one", 2)
-    files, room = TensorFiles(tmp_path), 3 * len(FILE)
-    for number in range(2):
-        files.put(save({"v": torch.full((4,), float(number))}), 1 << 20, ALICE, room)
-    assert refused(files.put, save({"v": torch.full((4,), 7.0)}), 1 << 20, ALICE, room)[1] == "tensor_store_full"
-    assert refused(files.put, save({"v": torch.ones(4, 4)}), 1 << 20, BOB, len(FILE))[1] == "tensor_store_full"
-    for account in (BOB, ADMIN):
-        files.put(FILE, 1 << 20, account, room)
 
 
 def profile(name="calm", **fields):
@@ -321,15 +273,3 @@ def test_a_default_is_an_admins_and_everybody_reads_it_by_name_behind_their_own(
     same_name = Account("root", is_admin=False)
     assert refused(files.put, profile(), same_name)[:2] == (403, "insufficient_permissions")
     assert refused(files.delete, "calm", same_name)[:2] == (403, "insufficient_permissions")
-
-
-def test_one_owners_profiles_leave_room_for_anothers(tmp_path):
-    files = StoredProfiles(tmp_path)
-    for name in ("a", "b"):
-        files.put(profile(name), ALICE, 2)
-    files.put(profile("a", description="changed"), ALICE, 2)
-    assert refused(files.put, profile("c"), ALICE, 2)[1] == "profile_store_full"
-    for account in (BOB, ADMIN):
-        for name in ("a", "b"):
-            files.put(profile(name), account, 2)
-    files.put(profile("c"), ADMIN, 2)

@@ -28,12 +28,12 @@ def test_who_reads_sees_each_change_at_once_and_writes_nothing(tmp_path):
     assert early.of("s") is None
     assert list(tmp_path.iterdir()) == []
     writing, reading, pins = Owners(tmp_path), Owners(tmp_path, read_only=True), Pins(tmp_path, read_only=True)
-    fence = writing.claim("s", ALICE, set, None)
+    fence = writing.claim("s", ALICE, set)
     assert early.of("s") == reading.of("s") == writing.of("s")
-    assert reading.readable(ALICE) == (("s",), ())
+    assert reading.readable(ALICE) == ("s",)
     reading.check("s", fence)
     writing.share("s", True)
-    assert reading.readable(BOB) == (("s",), ())
+    assert reading.readable(BOB) == ("s",)
     Pins(tmp_path).set("s", True)
     assert "s" in pins
     writing.forget("s")
@@ -51,7 +51,7 @@ from deployments.activations.state.owners import Owners
 from deployments.activations.state.state import Pins
 root = Path({str(tmp_path)!r})
 Pins(root).set("s", True)
-Owners(root).claim("s", Account("alice"), set, None)
+Owners(root).claim("s", Account("alice"), set)
 print("done", flush=True)
 input()
 """

@@ -241,7 +241,7 @@ class Counted:
 def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_often(ask, keep, monkeypatch):
     store, now = Counted(connect(str(home() / "activations"))), [100.0]
     monkeypatch.setattr(profile_registry.time, "monotonic", lambda: now[0])
-    other = Profiles(store, 1024)
+    other = Profiles(store)
 
     async def default(times=1):
         found = {(await other.applied(Job("j"), None, MODEL, None, None)).profile for _ in range(times)}
@@ -280,7 +280,7 @@ class Slow:
 def test_a_request_that_waits_for_defaults_outlives_a_change_of_profiles(monkeypatch):
     async def scene():
         store = Slow()
-        other = Profiles(store, 1024)
+        other = Profiles(store)
         waiting = asyncio.ensure_future(other.applied(Job("j"), None, MODEL, None, None))
         await asyncio.sleep(0)
         deleting = asyncio.ensure_future(other.delete(OPERATOR, "p"))
@@ -306,7 +306,7 @@ def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_
 
     async def scene():
         with pytest.raises(ApiError) as refused:
-            await Profiles(Slow(), 1024).applied(Job("j"), None, MODEL, None, None)
+            await Profiles(Slow()).applied(Job("j"), None, MODEL, None, None)
         assert refused.value.status == 503
 
     asyncio.run(scene())
@@ -317,7 +317,7 @@ def test_while_the_store_does_not_answer_what_was_known_last_holds(tmp_path, mon
     monkeypatch.setattr(profile_registry, "PATIENCE_S", 60)
     monkeypatch.setattr(profile_registry, "FRESH_S", 0.0)
     store = connect(str(tmp_path))
-    asked = Profiles(store, 1024)
+    asked = Profiles(store)
 
     async def default():
         return (await asked.applied(Job("j"), None, "m", None, None)).profile

@@ -24,8 +24,6 @@ LENGTH = PAGE_BYTES + 3
 class Stored:
     """A store in which alice has a session."""
 
-    reads_unowned = False
-
     def __init__(self) -> None:
         self.length = LENGTH
         self.asked: list[Choice] = []
