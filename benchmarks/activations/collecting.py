@@ -40,8 +40,8 @@ from benchmarks.common.findings import Findings, parser_of
 from benchmarks.common.measuring import Ratio, Run, Way
 from benchmarks.common.served import exchanged
 from benchmarks.common.servers import Server
+from benchmarks.common.work import Work
 from benchmarks.ways import ours
-from benchmarks.ways.peers import Work
 from deployments.activations import load, runs
 from deployments.engine.engine import Engine
 from deployments.interrupts import terminate_as_interrupt

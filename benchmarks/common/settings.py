@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import findings, measured_models, questions
-from benchmarks.ways.peers import Work
+from benchmarks.common.work import Work
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -23,8 +23,8 @@ import torch
 from benchmarks.common import measured_models, report, settings
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio
+from benchmarks.common.work import Work
 from benchmarks.ways import floor, ours, peers, storing
-from benchmarks.ways.peers import Work
 from deployments.engine.engine import Engine
 from deployments.engine.request import Sampling
 from deployments.model.model import Model

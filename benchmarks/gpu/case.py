@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import measured_models
 from benchmarks.common.measuring import synchronize
+from benchmarks.common.work import Work
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
 from deployments.engine.request import Finished, Request
@@ -117,16 +118,20 @@ class Case:
             for number in range(rows)
         ]
 
-    def engine(self, rows: int, **options: Any) -> Engine:
-        """A new engine; its predecessor's memory is free again."""
+    def release(self) -> None:
+        """Free the memory of engines that are no longer used."""
         gc.collect()
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
+
+    def engine(self, rows: int, **options: Any) -> Engine:
+        """A new engine, after its predecessor's memory is free."""
+        self.release()
         return Engine(self.model, max_running=rows, kv_fraction=0.6, **options)
 
-    def decode(self, requests: Sequence[Request], **options: Any) -> float:
+    def decode(self, requests: Sequence[Request]) -> float:
         """Tokens per second from the step in which all requests decode until the first one ends."""
-        engine = self.engine(len(requests), prefill_tokens=PREFILL_TOKENS, **options)
+        engine = self.engine(len(requests), prefill_tokens=PREFILL_TOKENS)
         for request in requests:
             engine.submit(request)
         began, first, ended = None, 0, 0
@@ -165,12 +170,11 @@ class Case:
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> float:
         """Seconds in which transformers' `generate` gives new tokens to prompts padded on the left."""
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts], device=self.device)
+        work = Work([list(prompt) for prompt in prompts], new, self.device)
+        ids, mask = work.padded()
         synchronize(self.device)
         began = time.perf_counter()
-        self.hf.generate(ids, attention_mask=mask, generation_config=settings(new))
+        self.hf.generate(ids, attention_mask=mask, generation_config=work.settings())
         synchronize(self.device)
         return time.perf_counter() - began
 
@@ -180,11 +184,6 @@ class Case:
         (point,) = points.named(f"layers.{points.layer_count // 2}.output", "point")
         vector = 0.5 * torch.randn(point.shape, generator=torch.Generator().manual_seed(seed))
         return Edit(point, "add", vector=vector.to(self.device))
-
-
-def settings(new: int) -> GenerationConfig:
-    """Greedy decoding that no token ends."""
-    return GenerationConfig(do_sample=False, max_new_tokens=new, pad_token_id=0, eos_token_id=None)  # type: ignore[no-untyped-call]
 
 
 def tokenizer(words: int) -> PreTrainedTokenizerFast:

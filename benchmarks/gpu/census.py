@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.case import Case, Found, Plan
+from benchmarks.gpu.speeds import SAMPLED
 from deployments.engine.engine import Engine
 
 MOST_LINES = 40  # in a list
@@ -20,8 +21,6 @@ OURS = ("/deployments/", "/transformers/")
 
 def census(plan: Plan) -> Found:
     """The counts for greedy requests, and for those that draw, with logprobs."""
-    from benchmarks.gpu.speeds import SAMPLED
-
     case = Case(plan)
     ways: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED, "all layers": {"points": ["layers.*.output"]}}
     for name, options in ways.items():

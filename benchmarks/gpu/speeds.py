@@ -14,7 +14,8 @@ from torch.nn import functional
 from transformers import ContinuousBatchingConfig
 
 from benchmarks.common.measuring import timed
-from benchmarks.gpu.case import SERVED_CAPTURE_BYTES, Case, Found, Plan, settings
+from benchmarks.common.work import Work
+from benchmarks.gpu.case import SERVED_CAPTURE_BYTES, Case, Found, Plan
 from benchmarks.gpu.machine import bandwidth
 from deployments.engine.engine import Engine
 from deployments.engine.request import Sampling
@@ -43,7 +44,7 @@ def decode(plan: Plan) -> Found:
             held = sum(map(len, prompts)) + rows * new // 2
             floor = (case.weight_bytes + held * case.kv_bytes) / copied
             rate = case.decode(requests)
-            case.engine(1)
+            case.release()
             if held < ALREADY_WARM:
                 case.generate(prompts, FEW)
             short = case.generate(prompts, FEW)
@@ -68,7 +69,7 @@ def prefill(plan: Plan) -> Found:
         requests = case.requests(count, (length, length), 1)
         prompts = [request.prompt for request in requests]
         ours = [case.total(requests) for _ in range(2)]
-        case.engine(1)
+        case.release()
         theirs = [case.generate(prompts, 1) for _ in range(2)]
         yield (
             f"{count} x {length}",
@@ -114,7 +115,7 @@ def batching(plan: Plan) -> Found:
     case, new = Case(plan), 3 * plan.steps
     blocks = 64 if plan.tiny else None  # by default most of the memory
     config = ContinuousBatchingConfig(allow_block_sharing=False, num_blocks=blocks)
-    greedy = settings(new)
+    greedy = Work([], new, plan.device).settings()
     greedy.eos_token_id = -1  # its way of saying that there is none
     for rows in plan.rows:
         for context, lengths in plan.contexts.items():
@@ -128,7 +129,7 @@ def batching(plan: Plan) -> Found:
                 return [list(one.generated_tokens) for one in out.values()]
 
             ours = min(case.total(requests) for _ in range(2))
-            case.engine(1)
+            case.release()
             theirs = min(timed(batched, plan.device).seconds for _ in range(2))
             yield (
                 f"{rows} x {context}",

@@ -15,8 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.measuring import synchronize
+from benchmarks.common.work import Work
 from benchmarks.ways import ours
-from benchmarks.ways.peers import Work
 from deployments.engine import engine as engine_module
 from deployments.engine.capture.ring import CaptureRing
 from deployments.engine.decoding.text import TextStream

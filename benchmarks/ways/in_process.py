@@ -11,8 +11,8 @@ from pathlib import Path
 from benchmarks.common import questions, settings
 from benchmarks.common.measuring import Run, Way
 from benchmarks.common.served import Workload
+from benchmarks.common.work import Work
 from benchmarks.ways import ours
-from benchmarks.ways.peers import Work
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Finished
 from deployments.model.load import load

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from benchmarks.common.measuring import Run, Tokens, Way, synchronize, timed
-from benchmarks.ways.peers import Work
+from benchmarks.common.work import Work
 from benchmarks.ways.storing import Store
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine

@@ -64,7 +64,7 @@ class Tables:
     """Pages and masks of a forward pass's rows.
 
     Attributes:
-        together: All prompts, on a GPU.
+        together: All prompts, if their rows follow each other.
         pages: [rows] the page that each row is written to.
         offsets: [rows] its offset within that page.
         prompts: Spans of several tokens, with their first rows.
@@ -89,42 +89,38 @@ class Tables:
         for group in groups:
             arrays += [np.array([first for first, _ in group]), _table(group)]
             arrays.append(np.array([[span.start] for _, span in group]))
-        found = iter(uploaded([*arrays, *more], device))
+        together = _together(self.prompts)
+        found = iter(uploaded([*arrays, *together, *more], device))
         self.pages, self.offsets = next(found), next(found)
         self.prefixes = {first: next(found) for first, _ in prefixed}
         self.groups = [(next(found), next(found), next(found)) for _ in groups]
+        self.together = self._prompts([next(found) for _ in together]) if together else None
         self.more = list(found)
-        self.together = self._prompts_together(device) if device.type == "cuda" else None
-        self._masks: dict[tuple[int, int], Mask] = {}
+        self._masks: dict[tuple[str, int, int], Mask] = {}
 
-    def _prompts_together(self, device: torch.device) -> Prompts | None:
-        """All prompts, if their rows follow each other."""
+    def _prompts(self, uploaded: Sequence[torch.Tensor]) -> Prompts:
+        """All prompts, with the arrays of `_together` on the device."""
+        starts, key_starts, *keys = uploaded
+        (first, _), (last, span) = self.prompts[0], self.prompts[-1]
         counts = [span.count for _, span in self.prompts]
-        first, rows = self.prompts[0][0] if counts else 0, sum(counts)
-        if not counts or self.prompts[-1][0] + counts[-1] != first + rows:
-            return None
         stops = [span.start + span.count for _, span in self.prompts]
-        arrays = [np.cumsum([0, *counts]), np.cumsum([0, *stops])]
-        if self.prefixes:
-            positions = [np.arange(stop) for stop in stops]
-            pages = [pages_of(span)[at // PAGE] for (_, span), at in zip(self.prompts, positions, strict=True)]
-            arrays += [np.concatenate(pages), np.concatenate(positions) % PAGE]
-        starts, key_starts, *keys = uploaded(arrays, device)
-        found = (keys[0], keys[1]) if keys else None
-        return Prompts(slice(first, first + rows), starts.int(), key_starts.int(), max(counts), max(stops), found)
+        places = (keys[0], keys[1]) if keys else None
+        return Prompts(slice(first, last + span.count), starts.int(), key_starts.int(), max(counts), max(stops), places)
 
     def prompt_mask(self, first: int, span: TokenSpan, window: int) -> Mask:
         """The mask [1, 1, tokens, keys] of the prompt with this first row."""
-        if (first, window) not in self._masks:
-            self._masks[first, window] = Mask(reads(span, window, self.pages.device))
-        return self._masks[first, window]
+        key = "prompt", first, window
+        if key not in self._masks:
+            self._masks[key] = Mask(reads(span, window, self.pages.device))
+        return self._masks[key]
 
     def group_mask(self, group: int, window: int) -> Mask:
         """The mask [rows, 1, 1, keys] of a group of single rows."""
-        _, table, own = self.groups[group]
-        if (~group, window) not in self._masks:
-            self._masks[~group, window] = Mask(_read_by(own, table.shape[1] * PAGE, window)[:, None, None])
-        return self._masks[~group, window]
+        key = "group", group, window
+        if key not in self._masks:
+            _, table, own = self.groups[group]
+            self._masks[key] = Mask(_read_by(own, table.shape[1] * PAGE, window)[:, None, None])
+        return self._masks[key]
 
 
 def tables_of(packed: Packed, device: torch.device) -> Tables:
@@ -160,6 +156,23 @@ def _read_by(own: torch.Tensor, keys: int, window: int) -> torch.Tensor:
     positions = torch.arange(keys, device=own.device)
     found = positions <= own
     return found & (positions > own - window) if window else found
+
+
+def _together(prompts: Sequence[tuple[int, TokenSpan]]) -> list[np.ndarray]:
+    """Where each prompt's rows and keys begin, and if one has a prefix the page and offset of each key.
+
+    Nothing where there is no prompt, or where other rows lie between them.
+    """
+    counts = [span.count for _, span in prompts]
+    if not prompts or prompts[-1][0] + counts[-1] != prompts[0][0] + sum(counts):
+        return []
+    stops = [span.start + span.count for _, span in prompts]
+    starts = [np.cumsum([0, *counts]), np.cumsum([0, *stops])]
+    if stops == counts:
+        return starts
+    positions = [np.arange(stop) for stop in stops]
+    pages = [pages_of(span)[at // PAGE] for (_, span), at in zip(prompts, positions, strict=True)]
+    return [*starts, np.concatenate(pages), np.concatenate(positions) % PAGE]
 
 
 def _table(group: Sequence[tuple[int, TokenSpan]]) -> np.ndarray:

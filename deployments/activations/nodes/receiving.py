@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +18,7 @@ class StartingError(StoreError):
     """The store has not started yet."""
 
 
-class RunReceiver(ABC):
+class RunReceiver:
     """The actor that a replica sends its runs to: the store on its own node, else the node's writer.
 
     A batch comes as it is, if it is small, or as a reference, in a list, so that Ray passes it on unresolved.

@@ -88,8 +88,6 @@ def test_prompts_in_one_call_get_what_each_gets_alone(window, monkeypatch):
     layer.values.normal_()
     packed = Packed(spans)
     alone = attention._by_torch(packed, layer, query, key, value, softmax)
-    tables = packed.tables[query.device]
-    tables.together = tables._prompts_together(query.device)
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "_fits_flash", lambda *_: True)
     torch.testing.assert_close(attention._by_torch(packed, layer, query, key, value, softmax), alone)
