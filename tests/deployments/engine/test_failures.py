@@ -128,12 +128,13 @@ BROKEN = RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 @pytest.mark.parametrize("error", [BROKEN, torch.AcceleratorError("CUDA error: device-side assert triggered")])
-def test_a_broken_device_ends_the_engine(error, tiny, prompt):
+def test_a_broken_device_ends_the_engine(error, tiny, prompt, monkeypatch):
     engine = Engine(tiny("qwen3"))
 
     def fails(*_):
         raise error
 
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)  # a GPU that works would answer
     hook = engine.model.hf.register_forward_pre_hook(fails)
     try:
         with pytest.raises(type(error), match=str(error)):
@@ -150,6 +151,7 @@ def test_a_device_that_breaks_while_rows_leave_it_ends_the_engine(tiny, prompt, 
         raise BROKEN
 
     monkeypatch.setattr(CaptureBuffer, "write", fails)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.generate([request])
 
