@@ -9,7 +9,7 @@ LOCKED := $(PIP) --require-hashes
 # Each of many processes would compile torch and Ray again: their first import takes 26 s then, and 10 s otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page clean
+.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-index bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -60,7 +60,7 @@ lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
 	$(BIN)/python locks/lock.py
 
-bench: bench-engine bench-serving bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page  ## all benchmarks but bench-gpu, one after another
+bench: bench-engine bench-serving bench-index bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page  ## all benchmarks but bench-gpu, one after another
 
 bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight, readouts
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
@@ -72,8 +72,8 @@ bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transfo
 bench-serving: $(VENV)/.ready-dev  ## the cost of HTTP, and transformers serve
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving
 
-bench-catalogue: $(VENV)/.ready-dev  ## finding stored runs, 100,000 of them
-	$(BIN)/python -m benchmarks.activations.catalogue
+bench-index: $(VENV)/.ready-dev  ## finding stored runs, 100,000 of them
+	$(BIN)/python -m benchmarks.activations.index
 
 bench-reading: $(VENV)/.ready-dev  ## training batches compared with a plain memory map
 	$(BIN)/python -m benchmarks.activations.reading

@@ -12,12 +12,8 @@ class Account:
     owner: str | None = None
     is_admin: bool = True
 
-    def may_read(self, owner: str | None, shared: bool = False) -> bool:
-        """Whether they may read what has this owner, or none."""
-        return shared or self.may_change(owner)
-
     def may_change(self, owner: str | None) -> bool:
-        """Whether they may add to, change and delete what has this owner, or none."""
+        """Whether they may read, add to, change and delete what has this owner, or none."""
         return self.is_admin or (owner is not None and owner == self.owner)
 
 

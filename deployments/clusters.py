@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 NAMESPACE = "vitrine"
+STORE = "activation store of "  # what the name of a store's actor starts with, before its directory
 HEAD = "node:__internal_head__"  # a resource that only the head node has
 ON_HEAD = {HEAD: 0.001}  # for an actor that stays there
 
@@ -47,6 +48,13 @@ def detached(actor: type, name: str, **options: Any) -> Any:
     """
     own = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
     return ray.remote(actor).options(**own, max_restarts=-1, num_cpus=0, **options)
+
+
+def detached_names(prefix: str) -> list[str]:
+    """What follows `prefix` in the names of the cluster's detached actors that start with it."""
+    names = ray.util.list_named_actors(all_namespaces=True)
+    own = (one["name"] for one in names if one["namespace"] == NAMESPACE)
+    return [name.removeprefix(prefix) for name in own if name.startswith(prefix)]
 
 
 def quiet_ray_data() -> None:

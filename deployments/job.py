@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.accounts import OPERATOR, Account
+from deployments.activations.facts import SessionName
 from deployments.engine.request import Sampling
 from deployments.errors import RequestError
 from deployments.messages import Refusal
@@ -54,10 +55,8 @@ class Job:
         profile_account: Who may read the runs and tensors that these name: an admin, if the profile is a default.
         profile_captures: Whether `capture` is the profile's, too.
         default_capture: The profile's capture, used instead of `capture` if the model has no savepoints.
-        session_id: The session that the runs join.
+        session_id: The id of the session that the runs join.
         run_ids: Names of the runs, one for each choice; empty if they are named after the job.
-        fence: The store's token for the job's admission to the session; None without keys.
-        unstorable: Why the runs cannot be stored, if that is known before.
         attempt: The number of replicas that may have begun the job and ended before they answered.
         request_id: The request's id for the client and the HTTP log; not unique.
         created: The time of the request, in Unix seconds.
@@ -97,12 +96,15 @@ class Job:
     default_capture: Capture | None = None
     session_id: str = ""
     run_ids: tuple[str, ...] = ()
-    fence: str | None = None
-    unstorable: str | None = None
     attempt: int = 0
     request_id: str = ""
     created: float = field(default_factory=time.time)
     fields: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def session(self) -> SessionName:
+        """The session that its runs join, one of the sender's."""
+        return SessionName(self.account.owner, self.session_id)
 
     @property
     def may_store(self) -> bool:

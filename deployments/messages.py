@@ -153,7 +153,6 @@ class RunReport:
         prompt_tokens: Tokens of the prompt.
         points: By name: where the rows are stored, or, inline, the rows. Empty with `"return": "id"`, or if it failed.
         reason: Why it failed.
-        node: The node on whose disk the run is, if nodes have directories of their own.
     """
 
     run_id: str
@@ -163,7 +162,6 @@ class RunReport:
     prompt_tokens: int
     points: dict[str, dict[str, Any]] = field(default_factory=dict)
     reason: str | None = None
-    node: str | None = None
 
 
 class ChangedNorm(NamedTuple):

@@ -289,4 +289,4 @@ def _where(run: RunReport | None) -> dict[str, Any]:
 
 def _report(run: RunReport) -> dict[str, Any]:
     report = asdict(run)
-    return {name: value for name, value in report.items() if value is not None or name not in ("reason", "node")}
+    return {name: value for name, value in report.items() if value is not None or name != "reason"}

@@ -15,13 +15,11 @@ from serve_app.http.bodies import Bodies
 from serve_app.http.errors import install
 from serve_app.http.guard import BEARER, Guard
 from serve_app.http.keys import Keys
-from serve_app.http.links import Links
 from serve_app.http.middleware import BodyLimits, RequestIds
 from serve_app.openapi import OpenApiApp, errors
 from serve_app.routes.activations import activations
 from serve_app.routes.dependencies import known_query
 from serve_app.routes.generation import PROFILE, openai
-from serve_app.routes.links import links
 from serve_app.routes.models import explored, models, served
 from serve_app.routes.profiles import profiles
 from serve_app.routes.readouts import readouts
@@ -48,7 +46,6 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     )
     api.state.backend = backend
     api.state.bodies = Bodies()
-    api.state.links = Links()
     # The middleware added last runs first.
     api.add_middleware(
         BodyLimits,
@@ -64,7 +61,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
             allow_origins=options.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "Accept-Ranges", "Content-Range", "ETag", PROFILE],
+            expose_headers=["X-Request-Id", "Retry-After", "Accept-Ranges", "Content-Range", PROFILE],
         )
     install(api)
     # These accept any query: load balancers and browsers add parameters, and a socket has no body for an error.
@@ -73,7 +70,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     if options.page:
         api.include_router(page_files.router)
     api.include_router(nnsight.sockets)  # the guard checks its key, too
-    vitrine = (tokens, explored, models, activations, links, tensors, readouts, profiles)
+    vitrine = (tokens, explored, models, activations, tensors, readouts, profiles)
     for router in (openai, served, *vitrine, nnsight.router, server):
         if keys:
             dependencies = [Security(BEARER), Depends(known_query)]

@@ -87,8 +87,9 @@ UNLOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B"})
 
 _SESSION: dict[str, Any] = {"id": "first-steps", "runs": 1, "tokens": 23, "bytes": 8832, "models": ["vitrine-demo"]}
 _SESSION |= {"created": 1763700000.0, "updated": 1763700000.0, "pinned": False}
-_SESSION |= {"owner": "ann", "shared": False}  # with API keys
-_FILE = "file:///home/ann/.vitrine/activations/first-steps/20261120T181500-5f2b0a71-000001.arrow"
+_SESSION |= {"owner": "ann"}  # with API keys
+_NAME = "20261120T181500-5f2b0a71-000001.arrow"
+_FILE = f"file:///home/ann/.vitrine/activations/ann/first-steps/{_NAME}"
 _RUN: dict[str, Any] = {"run_id": "9f1c0e7a", "session_id": "first-steps", "model": "vitrine-demo"}
 _RUN |= {
     "created": 1763700000.0,
@@ -97,65 +98,44 @@ _RUN |= {
     "sample_id": "q7",
     "tags": {"condition": "control"},
 }
-_RUN |= {"finish_reason": "stop", "offset": 0}
+_RUN |= {"finish_reason": "stop", "file": _NAME, "offset": 0, "bytes": 8832, "owner": "ann"}
 _RUN["points"] = {"layers.3.output": {"uri": _FILE, "first_row": 0, "shape": [23, 192], "dtype": "float32"}}
 RUNS = answers({"object": "list", "data": [_RUN], "has_more": False})
-_FILES = [{"uri": _FILE, "bytes": 8832, "sealed": True}]
+_FILES = [{"name": _NAME, "uri": _FILE, "bytes": 8832, "sealed": True}]
 SESSION = answers(_SESSION | {"runs": [_RUN], "files": _FILES, "has_more": False})
 SESSIONS = answers({"object": "list", "data": [_SESSION], "has_more": False})
-ARROW = "application/vnd.apache.arrow.stream"
+ARROW = "application/vnd.apache.arrow.file"
 
 
 def _pages(content: dict[str, Any]) -> Responses:
-    """A download in pages."""
-    own = {"ETag": {"schema": {"type": "string"}, "example": '"5f2b0a71c3d94e6688f1a2b3c4d5e6f7"'}}
+    """A file in pages."""
     span = {"Content-Range": {"schema": {"type": "string"}, "example": "bytes 0-4194303/271340544"}}
     texts = (
-        "it changed since its first page: begin again without If-Match",
-        "it has 271340544 bytes, and an answer has 4194304 at most: ask for pages",
-        "there are 271340544 bytes, and the range begins after them",
+        "it has 271340544 bytes, and an answer has 4194304 at most: request ranges",
+        "the range begins after the last of 271340544 bytes",
     )
     return {
-        200: {"description": "All of it, where that is at most 4 MiB.", "content": content, "headers": own},
-        206: {"description": "A page: the range, or its first 4 MiB.", "content": content, "headers": own | span},
+        200: {"description": "All of it, where that is at most 4 MiB.", "content": content},
+        206: {"description": "The range, or its first 4 MiB.", "content": content, "headers": span},
         **failure(
-            "The `ETag` is not that of `If-Match` any more.", ApiError(412, texts[0], "If-Match", "download_changed")
+            "It is larger than 4 MiB, and no `Range` is asked for.", ApiError(413, texts[0], "Range", "range_required")
         ),
-        **failure(
-            "It is larger than 4 MiB, and no `Range` is asked for.", ApiError(413, texts[1], "Range", "range_required")
-        ),
-        **failure("The range begins after the end.", ApiError(416, texts[2], "Range", "range_not_satisfiable")),
+        **failure("The range begins after the end.", ApiError(416, texts[1], "Range", "range_not_satisfiable")),
     }
 
 
-DATA = _pages(
-    {
-        ARROW: {"example": "Arrow IPC streams, of `format=arrow`"},
-        "application/octet-stream": {"example": "a file of the format"},
-    }
-)
+FILE = _pages({ARROW: {"example": "an Arrow IPC file, as the store has it"}})
 PINNED = answers({"id": "first-steps", "object": "session", "pinned": True})
 UNPINNED = answers({"id": "first-steps", "object": "session", "pinned": False})
-SHARED = answers({"id": "first-steps", "object": "session", "shared": True})
-UNSHARED = answers({"id": "first-steps", "object": "session", "shared": False})
 IS_PINNED = failure(
     "The session is pinned.",
     ApiError(409, "session 'first-steps' is pinned: unpin it before you delete it", "session_id", "session_pinned"),
 )
-IS_GONE = failure(
-    "The file of stored runs is missing, although they were not deleted.",
-    ApiError(410, "the file ...-000001.arrow of stored runs was removed, with all of its runs", None, "file_gone"),
+IS_ARCHIVED = failure(
+    "The file of stored runs is only in the bucket.",
+    ApiError(410, "s3://bucket/ann/first-steps/...-000001.arrow has it: read it from there", None, "archived"),
 )
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
-DELETED[202] = {
-    "description": "It is listed no more; nodes that are away delete their part of it when they come back.",
-    "content": {
-        "application/json": {
-            "schema": {"type": "object"},
-            "example": {"id": "first-steps", "object": "session", "deleted": False, "waits_for": ["10.0.0.7"]},
-        }
-    },
-}
 
 _PLACES: list[dict[str, Any]] = [
     {"name": "layers.0.attention.weights", "module": "model.layers.0.self_attn.weights", "shape": [4, "tokens"]},

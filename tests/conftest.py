@@ -205,7 +205,8 @@ def another_app(served: Served) -> Callable[..., AbstractContextManager[str]]:
     Each takes seconds to start: tests that need the same options share one, such as `runs_code`. A store that it
     started ends with it: tools that ask for the cluster's one store would find two.
     """
-    from deployments.activations.actors.store import connect, running
+    from deployments.activations.actors.store import connect
+    from deployments.clusters import STORE, detached_names
     from serve_app import build_app
 
     @contextmanager
@@ -214,13 +215,13 @@ def another_app(served: Served) -> Callable[..., AbstractContextManager[str]]:
             for variable, value in env.items():
                 patch.setenv(variable, value)
             app = build_app({"num_cpus": "0.1", "threads": "1"} | dict(option.split("=", 1) for option in options))
-        others = set(running())
+        others = set(detached_names(STORE))
         ray.serve.run(app, name=name, route_prefix=f"/{name}")
         own: set[str] = set()
         try:
             root = f"{served.root}/{name}"
             waiting.until(lambda: healthy(root))
-            own = set(running()) - others
+            own = set(detached_names(STORE)) - others
             yield root
         finally:
             ray.serve.delete(name)

@@ -10,9 +10,9 @@ import json
 import os
 import secrets
 import shlex
-import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ MACHINES = {"head": "10.77.0.1", "worker": "10.77.0.2", "outside": "10.77.0.3"}
 HOME = "/home/ray"  # of the nodes, in both files
 
 
-# Starting two nodes takes minutes. Quicker: test_exposure.py claims the refusals, activations/test_nodes.py the stores.
+# Starting two nodes takes minutes. Quicker: test_exposure.py claims the refusals.
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
 
@@ -62,8 +62,9 @@ class Network:
             for device in ("eth0", "lo"):
                 self._ip(*inside, "set", device, "up")
             (self.folder / name / "ray").mkdir(parents=True)
-            (self.folder / name / "store").mkdir()
-        (self.folder / "store").mkdir()
+            (self.folder / name / "apart").mkdir()
+        for name in ("store", "apart"):
+            (self.folder / name).mkdir()
 
     def close(self) -> None:
         """Take the namespaces away."""
@@ -79,7 +80,9 @@ class Network:
     def command(self, machine: str, command: str) -> list[str]:
         """A shell command on a machine, with processes, shared memory and Ray's files of its own."""
         own = f"mount -t tmpfs tmpfs /dev/shm; mkdir -p /tmp/ray; mount --bind {self.folder / machine}/ray /tmp/ray"
-        own += f"; mount --bind {self.folder / machine}/store {self.folder}/store"  # a disk of its own
+        own += (
+            f"; mount --bind {self.folder / machine}/apart {self.folder}/apart"  # a disk of its own; `store` is shared
+        )
         isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-ec"]
         return ["ip", "netns", "exec", f"{self._prefix}{machine}", *isolated, f"{own}; {command}"]
 
@@ -224,67 +227,62 @@ def sent(nodes: Network, machine: str) -> int:
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
-def stored_on(nodes: Network, machine: str) -> set[str]:
-    """The names of the sessions on a machine's disk."""
-    return {item.name for item in (nodes.folder / machine / "store").iterdir() if not item.name.startswith(".")}
+def files(store: Path) -> dict[str, int]:
+    """The bytes of a store's files by their writers; each node has its own."""
+    found = Counter[str]()
+    for file in store.glob("me/*/*.arrow"):
+        found[file.name.split("-")[1]] += file.stat().st_size
+    return found
 
 
-def test_runs_stay_on_the_node_where_they_are_made_and_are_read_from_there(nodes, eventually):
+def both_run(nodes: Network, eventually: Callable[..., Any]) -> None:
+    """Wait until each node has a replica that serves."""
+    wanted = {"vitrine-demo": {"RUNNING": 2}}
+    eventually(lambda: asked(nodes, "health", ""), lambda said: said.get("replicas") == wanted, limit_s=300)
+
+
+def test_each_node_writes_its_runs_into_a_directory_that_they_share(nodes):
     before = sent(nodes, "worker")
-    made = asked(nodes, "record")
+    made = asked(nodes, "record", "both")
     crossed = sent(nodes, "worker") - before
-    assert {run["node"] for run in made} == {None, MACHINES["worker"]}
-    there = sum(file.stat().st_size for file in (nodes.folder / "worker" / "store" / "both").iterdir())
-    assert crossed < there / 2, "rows crossed from node to node when they were written"
-    sums = {
-        run["run_id"]: asked(nodes, "download", "both", run["run_id"])[run["run_id"]] for run in (made[0], made[-1])
-    }
-
-    def found() -> Any:
-        return asked(nodes, "look", "both")
-
-    listed = eventually(found, lambda said: len(said["runs"]) == len(made), limit_s=30)
-    assert {run["run_id"]: run.get("node") for run in listed["runs"]} == {run["run_id"]: run["node"] for run in made}
-    assert all(run.get("available", True) for run in listed["runs"])
-    whole = asked(nodes, "download", "both")
-    assert {run_id: whole[run_id] for run_id in sums} == sums
-    assert len(whole) == len(made)
+    sizes = files(nodes.folder / "store")
+    assert len(sizes) == 2
+    assert crossed < min(sizes.values()) / 2, "rows crossed from node to node when they were written"
+    listed = {run["run_id"]: run["tokens"] for run in asked(nodes, "look", "both")["runs"]}
+    assert listed.keys() == set(made)
+    assert asked(nodes, "read", "both") == listed
+    assert asked(nodes, "delete", "both") == 200
+    assert asked(nodes, "look", "both") is None
+    assert not (nodes.folder / "store" / "me" / "both").exists()
 
 
-def test_a_node_that_is_away_says_so_and_deletes_when_it_is_back(nodes, eventually):
-    there = [run["run_id"] for run in asked(nodes, "look", "both")["runs"] if run.get("node")]
-    asked(nodes, "record", "gone")
+def test_runs_of_a_node_that_goes_stay_and_it_writes_on_when_it_is_back(nodes, eventually):
+    made = asked(nodes, "record", "stays")
     nodes.worker.stop()
-
-    def away() -> Any:
-        return {run["run_id"] for run in asked(nodes, "look", "both")["runs"] if not run.get("available", True)}
-
-    eventually(away, lambda found: found == set(there), limit_s=120)
-    status, message = asked(nodes, "read", "both", there[0])
-    assert status == 503
-    assert MACHINES["worker"] in message
-    assert asked(nodes, "delete", "gone") == [202, [MACHINES["worker"]]]
-    assert "gone" in stored_on(nodes, "worker")
+    assert asked(nodes, "read", "stays").keys() == set(made)
     nodes.worker.start()
-    eventually(lambda: stored_on(nodes, "worker"), lambda found: "gone" not in found, limit_s=180)
-    eventually(away, lambda found: not found, limit_s=60)
-    assert asked(nodes, "look", "gone") is None
-    assert len(asked(nodes, "download", "both")) == len(asked(nodes, "look", "both")["runs"])
+    both_run(nodes, eventually)
+    more = asked(nodes, "record", "stays")
+    assert asked(nodes, "read", "stays").keys() == {*made, *more}
 
 
-def test_runs_of_a_disk_that_was_lost_are_listed_as_lost(nodes, eventually):
-    nodes.worker.stop()
-    store = nodes.folder / "worker" / "store"
-    for item in store.iterdir():
-        shutil.rmtree(item) if item.is_dir() else item.unlink()
-    nodes.worker.start()
+def test_runs_of_a_node_that_does_not_share_the_directory_go_through_the_head(nodes, eventually):
+    assert deploy(nodes, activations_dir=str(nodes.folder / "apart")).returncode == 0
 
-    def lost() -> list[bool]:
-        return [run.get("lost", False) for run in asked(nodes, "look", "both")["runs"] if run.get("node")]
+    def is_apart() -> bool:
+        asked(nodes, "record", "through")
+        found = asked(nodes, "look", "through")  # of the next server already, if that was not
+        return bool(found) and "/apart/" in found["files"][0]["uri"]
 
-    eventually(lost, lambda found: found and all(found), limit_s=180)
-    run_id = next(run["run_id"] for run in asked(nodes, "look", "both")["runs"] if run.get("lost"))
-    assert asked(nodes, "read", "both", run_id)[0] == 410
+    eventually(is_apart, limit_s=300)
+    both_run(nodes, eventually)
+    before = sent(nodes, "worker")
+    there = files(nodes.folder / "head" / "apart")
+    made = asked(nodes, "record", "more")
+    now = files(nodes.folder / "head" / "apart")
+    assert sent(nodes, "worker") - before > (sum(now.values()) - sum(there.values())) / 10
+    assert asked(nodes, "read", "more").keys() == set(made)
+    assert list((nodes.folder / "worker" / "apart").iterdir()) == []
 
 
 def test_the_same_cluster_does_not_serve_without_keys(nodes, eventually):

@@ -1,1 +1,1 @@
-"""Benchmarks of the activation store: writing, reading, its catalogue, and collecting."""
+"""Benchmarks of the activation store: writing, reading, its index, and collecting."""

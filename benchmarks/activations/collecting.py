@@ -39,10 +39,11 @@ from benchmarks.common.children import output
 from benchmarks.common.findings import Findings, parser_of
 from benchmarks.common.measuring import Ratio, Run, Way
 from benchmarks.common.served import exchanged
-from benchmarks.common.servers import Server
+from benchmarks.common.servers import OWNER, Server
 from benchmarks.common.work import Work
 from benchmarks.ways import ours
 from deployments.activations import load, runs
+from deployments.activations.facts import NO_OWNER
 from deployments.engine.engine import Engine
 from deployments.interrupts import terminate_as_interrupt
 from deployments.model.load import load as load_model
@@ -174,7 +175,7 @@ class Case:
                 httpx.delete(url, headers=headers, timeout=60).raise_for_status()
             else:
                 shutil.rmtree(last)
-        self.sessions[name] = store / session
+        self.sessions[name] = store / (OWNER if server.root else NO_OWNER) / session
         return session
 
 

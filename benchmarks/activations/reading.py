@@ -1,6 +1,6 @@
 """Reading stored rows for training compared with a plain memory map: `python -m benchmarks.activations.reading`.
 
-A session of several points in bfloat16, written by the project's own writer, and the same rows in one raw file,
+A session of several points in bfloat16, written as the store does, and the same rows in one raw file,
 `[points, rows, hidden]`. Both are read from disk before anything is timed, and so are in the system's page cache.
   map, in order         numpy.memmap of the raw file, each batch of each point cloned
   map, shuffled         the same map, each batch gathered by random row numbers
@@ -30,9 +30,9 @@ import torch
 from benchmarks.common import stored
 from benchmarks.common.findings import Findings, parser_of
 from benchmarks.common.measuring import Ratio, Run, Way
-from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.facts import SessionName
 from deployments.activations.reader.training import ActivationRows
-from deployments.activations.writer.writer import Writer
+from deployments.activations.segments.segment_writer import Segment
 from deployments.interrupts import terminate_as_interrupt
 
 SESSION, HIDDEN, TOKENS = "measured", 1024, 400
@@ -48,15 +48,21 @@ REPORTED = [Ratio(ROWS_ALL, MAP_SHUFFLED), Ratio(ROWS_SHUFFLED, MAP_NUMPY), Rati
 def store(folder: Path, runs: int, segment_bytes: int) -> None:
     """Write a session to `folder / "store"`, and the same rows to `folder / "raw"`."""
     (folder / "store").mkdir()
-    writer = Writer(folder / "store", Catalogue(), segment_bytes=segment_bytes)
+    segment: Segment | None = None
     raws = [(folder / f"raw-{i}").open("wb") for i in range(len(POINTS))]
     for number in range(runs):
         points = {name: torch.randn(TOKENS, HIDDEN).bfloat16() for name in POINTS}
-        run_id = f"run-{number}"
-        writer.submit(stored.facts(SESSION, run_id, TOKENS), [stored.rows(SESSION, points, run_id)]).result()
+        batch = stored.rows(SESSION, points, run_id := f"run-{number}")
+        if segment is not None and segment.size >= segment_bytes:
+            segment.close()
+            segment = None
+        if segment is None:
+            segment = Segment(folder / "store", SessionName(None, SESSION), f"{number:06}.arrow", batch.schema)
+        segment.finish(stored.facts(SESSION, run_id, TOKENS), [batch])
         for raw, value in zip(raws, points.values(), strict=True):
             raw.write(value.view(torch.uint16).numpy().data)
-    writer.close()
+    if segment is not None:
+        segment.close()
     with (folder / "raw").open("wb") as joined:
         for raw in raws:
             raw.close()

@@ -8,12 +8,14 @@ bytes go by `write` to one file on the same disk, synced each time as many runs 
   writer, long   runs four times as long, each in four parts, as those come that are larger than a replica's piece:
                  3 MB with 32 that record at once, 16 MB with few
   writer, small  runs of 2.5 MB in four parts, smaller ones than replicas send
+  writer, apart  whole runs of 2.5 MB, each in a session of its own
 
 Ends with 1 where the writer's rate is below 0.85 of the disk's, small parts aside.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -31,8 +33,10 @@ import torch
 from benchmarks.common.findings import Findings, parser_of
 from benchmarks.common.measuring import Ratio, Run, Way
 from benchmarks.common.stored import facts, rows
-from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.segments.checksums import checksums
+from deployments.activations.facts import RunFacts
+from deployments.activations.index.index import Index
+from deployments.activations.segments.checksums import of_content
+from deployments.activations.segments.schema import METADATA_KEY
 from deployments.activations.writer.writer import Writer
 from deployments.interrupts import terminate_as_interrupt
 
@@ -40,13 +44,20 @@ HIDDEN, TOKENS, PARTS = 1024, 200, 4
 POINTS = [f"layers.{layer}.{site}.output" for layer in (7, 14, 21) for site in ("input_layernorm", "mlp")]
 MIN_RATIO = 0.85
 DISK, SUMMED, WHOLE, LONG, SMALL = "disk", "disk, summed", "writer", "writer, long", "writer, small"
+APART = "writer, apart"
 REQUIRED = [Ratio(WHOLE, DISK), Ratio(LONG, DISK)]
-REPORTED = [Ratio(SMALL, DISK), Ratio(SUMMED, DISK), Ratio(WHOLE, SUMMED)]
+REPORTED = [Ratio(SMALL, DISK), Ratio(APART, DISK), Ratio(SUMMED, DISK), Ratio(WHOLE, SUMMED)]
 
 
 def random_rows(first: int, count: int) -> pa.RecordBatch:
     """Rows of a run, six points of random [count, hidden] in bfloat16, from position `first` on."""
     return rows("s", {name: torch.randn(count, HIDDEN).bfloat16() for name in POINTS}, first=first)
+
+
+def in_session(batch: pa.RecordBatch, run: RunFacts) -> pa.RecordBatch:
+    """The same rows of a run of another session."""
+    said = json.loads(batch.schema.metadata[METADATA_KEY]) | {"session_id": run.session_id}
+    return batch.replace_schema_metadata({METADATA_KEY: json.dumps(said)})
 
 
 class Disk:
@@ -74,7 +85,7 @@ class Disk:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         for number in range(self._runs):
             if summed:
-                checksums(self._whole[number % self.at_once])
+                of_content(self._whole[number % self.at_once])
             for buffer in columns[number % self.at_once]:
                 view = memoryview(buffer)
                 while view:
@@ -88,7 +99,8 @@ class Disk:
         """Send all runs to a writer, `most` on their way, and wait until each is durable; counts MB."""
         root = self._folder / f"store-{self._turn}"
         root.mkdir()
-        writer = Writer(root, Catalogue.rebuild(root))
+        index = Index.open(root, path=self._folder / f"index-{self._turn}.sqlite3")
+        writer = Writer(root, index)
         began = time.perf_counter()
         sent = deque[Future[Any]]()
         for number in range(self._runs):
@@ -99,12 +111,18 @@ class Disk:
             future.result()
         run = self._ended(began, None)
         writer.close()
+        index.close()
         shutil.rmtree(root)
         return run
 
     def whole(self, writer: Writer, number: int) -> list[Future[Any]]:
         """Send a run in one piece; gives what is done when it is durable."""
         return [writer.submit(facts("s", f"run-{number}", TOKENS), [self._whole[number % self.at_once]])]
+
+    def apart(self, writer: Writer, number: int) -> list[Future[Any]]:
+        """Send a run of a session of its own; gives what is done when it is durable."""
+        run, batch = facts(f"s-{number}", f"run-{number}", TOKENS), self._whole[number % self.at_once]
+        return [writer.submit(run, [in_session(batch, run)])]
 
     def small(self, writer: Writer, number: int) -> list[Future[Any]]:
         """Send a run in small parts; gives what is done when each is durable."""
@@ -117,7 +135,7 @@ class Disk:
     def _in_parts(self, writer: Writer, number: int, parts: list[pa.RecordBatch]) -> list[Future[Any]]:
         run = facts("s", f"run-{number}", TOKENS)
         sent: list[Future[Any]] = [
-            writer.append(run.session_id, run.run_id, part, [parts[part]]) for part in range(PARTS - 1)
+            writer.append(run.session, run.run_id, part, [parts[part]]) for part in range(PARTS - 1)
         ]
         return [*sent, writer.submit(run, parts[PARTS - 1 :], PARTS - 1)]
 
@@ -151,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
             Way(SUMMED, lambda: disk.raw(summed=True)),
             Way(LONG, lambda: disk.written(disk.long, 2 * disk.at_once // PARTS)),
             Way(SMALL, lambda: disk.written(disk.small, 2 * disk.at_once)),
+            Way(APART, lambda: disk.written(disk.apart, 2 * disk.at_once)),
         ]
         title = f"{disk.bytes / 1e9:.1f} GB, {options.at_once} runs at once"
         findings.compare(title, "writing", ways, REQUIRED + REPORTED, DISK, options.rounds)

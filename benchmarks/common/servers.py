@@ -21,6 +21,7 @@ from vitrine.own_server import free_port
 BIN = Path(sys.executable).parent
 NEEDED = ("uvicorn", "fastapi", "openai", "rich")  # of transformers[serving]; modules are named as their packages
 KEYS = 100
+OWNER = "measured"  # of what is stored with these keys
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def vitrine(model: Path, *, flags: Mapping[str, str] | None = None, options: Seq
         head += [f"--dashboard-port={free_port()}", f"--temp-dir={directory / 'ray'}", "--block"]
         head_log, serve_log = directory / "head.log", directory / "serve.log"
         run = [str(BIN / "serve"), "run", "serve_app:build_app", f"model={model}", "model_id=measured", *options]
-        (directory / "keys").write_text("".join(f"admin:{key}\n" for key in keys))
+        (directory / "keys").write_text("".join(f"admin@{OWNER}:{key}\n" for key in keys))
         run.append(f"api_keys_file={directory / 'keys'}")
         root = f"http://127.0.0.1:{port}"
         with child(head, env, head_log) as ray:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import RunFacts, SegmentFacts, SessionName
+from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.engine.capture.captured import Captured
@@ -39,7 +39,7 @@ class Store:
     """
 
     def __init__(self, root: Path) -> None:
-        self._writer = Writer(root, Catalogue())
+        self._writer = Writer(root, Index.scanned(root))
         self._layout = ThreadPoolExecutor(max_workers=1, thread_name_prefix="layout")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="store", daemon=True)
@@ -74,7 +74,9 @@ class Store:
                 stored = await asyncio.wrap_future(self._writer.submit(facts, batches, run.parts))
                 self.bytes += stored.bytes
             else:
-                await asyncio.wrap_future(self._writer.append(run.session, event.id, run.parts, batches))
+                await asyncio.wrap_future(
+                    self._writer.append(SessionName(None, run.session), event.id, run.parts, batches)
+                )
                 run.parts += 1
         engine.written(event.id, captured.bytes)
 
@@ -86,7 +88,7 @@ class Store:
 
     def forget(self) -> None:
         """Delete what was stored, so that the next turn finds the disk as this one did."""
-        self._writer.delete(f"turn-{self._turn}").result()
+        self._writer.delete(SessionName(None, f"turn-{self._turn}")).result()
         self._turn += 1
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Captured activations on disk: writing, listing and reading them.
 
-`load("file:///.../session/segment.arrow", run_id="...")["layers.8.output"]` is a torch tensor
+`load("/data/activations/owner/session", run_id="...")["layers.8.output"]` is a torch tensor
 `[tokens, hidden]`; attention patterns are a sequence of tensors. Nothing here imports Ray:
 `deployments.activations.actors.store` does.
 """

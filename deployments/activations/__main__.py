@@ -8,20 +8,12 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
-from deployments.activations.facts import StoreError
+from deployments.activations.export import Format
+from deployments.activations.facts import NO_OWNER, StoreError
 from deployments.activations.filters import Filter
 from deployments.options import STORE_VARIABLE, default_store, home
-
-if TYPE_CHECKING:
-    from deployments.activations.files.places import Place
-
-FORMATS = ("pt", "safetensors", "npz", "parquet", "hf")
-
-
-class UserError(Exception):
-    """What the user can put right."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +23,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = _parser().parse_args(argv)
     try:
-        args.dir = _at(args.dir, is_new=args.run is _pull)
+        if "://" not in args.dir:
+            args.dir = Path(args.dir).expanduser().resolve()
+            if not args.dir.is_dir() and args.run is not _pull:
+                raise ValueError(f"there is no store at {args.dir}: name one with --dir")
+        elif args.run in (_ls, _pull):
+            raise ValueError(f"--dir {args.dir.partition('?')[0]} is in object storage: ask a server for its sessions")
         if "to" in args or isinstance(args.dir, Path):
             restrict(args.to.expanduser() if "to" in args else args.dir)
         return int(args.run(args))
-    except (UserError, PullError, StoreError, ValueError, OSError) as error:
+    except (PullError, StoreError, ValueError, OSError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"{args.prog}: stopped", file=sys.stderr)
@@ -43,26 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from deployments.activations.catalogue.catalogue import Catalogue
+    from deployments.activations.index.index import Index
 
-    catalogue = Catalogue.copied(args.dir)  # a server may run, whose database is its own
+    index, rows = Index.reading(args.dir) or Index.scanned(args.dir), list[Sequence[Any]]()
     if args.session is None:
-        rows = [
-            (one["id"], one["runs"], one["tokens"], size(one["bytes"]), time(one["updated"]), ", ".join(one["models"]))
-            for one in catalogue.sessions(sys.maxsize)
-        ]
-        table(("session", "runs", "tokens", "size", "updated", "models"), rows, right="runs tokens size")
+        for one in index.sessions(sys.maxsize):
+            counts = (one["id"], one["owner"], one["runs"], one["tokens"], size(one["bytes"]))
+            rows.append((*counts, time(one["updated"]), ", ".join(one["models"])))
+        table("session owner runs tokens size updated models", rows, right="runs tokens size")
         return 0
-    runs = catalogue.runs(Filter(args.session), None)
-    if not runs:
-        raise UserError(f"there is no session {args.session!r} in {args.dir}")
-    said = {"run_id": "run", "prompt_tokens": "prompt", "tokens": "tokens", "finish_reason": "finish"}
-    said |= {"model": "model", "sample_id": "sample"}
-    lines = []
-    for run in runs:
+    for run in index.runs(Filter(args.session), None):
         tags = ", ".join(f"{name}={value}" for name, value in run["tags"].items()) or None
-        lines.append((*(run[name] for name in said), time(run["created"]), tags, ", ".join(run["points"])))
-    table((*said.values(), "created", "tags", "points"), lines, right="prompt tokens")
+        said = (run[name] for name in ("run_id", "prompt_tokens", "tokens", "finish_reason", "model", "sample_id"))
+        rows.append((*said, time(run["created"]), tags, ", ".join(run["points"])))
+    if not rows:
+        raise ValueError(f"there is no session {args.session!r} in {args.dir}")
+    table("run prompt tokens finish model sample created tags points", rows, right="prompt tokens")
     return 0
 
 
@@ -77,22 +70,19 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from deployments.activations.reader.sources import readable
+    from deployments.activations.reader.sources import segments
     from deployments.activations.segments.verify import verify
 
     rows, bad = list[tuple[Any, ...]](), 0
-    files, away = readable(args.dir, args.session)
-    for path in files:
+    for path in segments(args.dir, args.session):
         found = verify(path)
         bad += not found.ok
         rest = "".join(f"; of {run}, {count} rows" for run, count in found.unfinished.items())
         name = str(path).removeprefix(f"{args.dir}/")
-        rows.append((name, size(path.size), found.state, found.runs, found.rows, found.reason + rest))
-    table(("file", "size", "state", "runs", "rows", ""), rows, right="size runs rows")
+        rows.append((name, size(path.stat().st_size), found.state, found.runs, found.rows, found.reason + rest))
+    table("file size state runs rows reason", rows, right="size runs rows")
     if bad:
         print(f"\n{bad} of {len(rows)} files are not whole; their whole runs can be read", file=sys.stderr)
-    if away:
-        raise away
     return 1 if bad else 0
 
 
@@ -100,42 +90,25 @@ def _pull(args: argparse.Namespace) -> int:
     from deployments.activations.reader.pulling import pull
 
     key = args.api_key or os.environ.get("VITRINE_API_KEY") or None
-    if not isinstance(args.dir, Path):
-        raise UserError(f"--dir {args.dir} is in object storage: fetch the session into a directory")
-    folder = pull(args.url, args.session, args.dir, runs=args.run_ids, points=args.points, api_key=key)
+    folder = pull(args.url, args.session, args.dir / NO_OWNER, args.run_ids, key, args.owner)
     print(f"{size(sum(file.stat().st_size for file in folder.iterdir()))} in {folder}")
     return 0
-
-
-def _at(place: str, is_new: bool) -> Path | Place:
-    """The store that `--dir` names; unless it may be new, it is there."""
-    from deployments.activations.files.places import place_of
-
-    if "://" in place:
-        return place_of(place)
-    root = Path(place).expanduser()
-    if is_new:
-        return root
-    if not root.is_dir():
-        raise UserError(f"there is no store at {root}: name one with --dir")
-    return root.resolve()
 
 
 def _apart(values: Sequence[str]) -> list[str] | None:
     return [part for value in values for part in value.split(",") if part] or None
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[Any]], right: str = "") -> None:
+def table(heads: str, rows: Sequence[Sequence[Any]], right: str = "") -> None:
     """Print rows as columns of text, those that `right` names to the right; None is a dash."""
-    cells = [tuple(heads), *(tuple("-" if cell is None else _printable(str(cell)) for cell in row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    rights = [head in right.split() for head in heads]
-    for row in cells:
-        aligned = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, rights, strict=True)
-        ]
-        print("  ".join(aligned).rstrip())
+    names = heads.split()
+    cells = [names, *(["-" if cell is None else _printable(str(cell)) for cell in row] for row in rows)]
+    columns = list[list[str]]()
+    for name, column in zip(names, zip(*cells, strict=True), strict=True):
+        align = str.rjust if name in right.split() else str.ljust
+        columns.append([align(cell, max(map(len, column))) for cell in column])
+    for row in zip(*columns, strict=True):
+        print("  ".join(row).rstrip())
 
 
 def _printable(text: str) -> str:
@@ -143,13 +116,13 @@ def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Bytes as people say them: `812 B`, `1.5 MiB`."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def time(seconds: float) -> str:
@@ -164,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Any, help: str, session: str | None = None) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
-        where = "the store's directory, or its archive's URI, s3://bucket/prefix?region=...; by default"
+        where = "the store's directory, or its bucket's URI, s3://bucket/prefix?region=...; by default"
         folder = home() / "activations"
         added.add_argument("--dir", default=default_store(), help=f"{where} ${STORE_VARIABLE}, else {folder}")
         added.set_defaults(run=run)
@@ -172,23 +145,21 @@ def _parser() -> argparse.ArgumentParser:
             added.add_argument("session", nargs=session)
         return added
 
-    def chosen(added: argparse.ArgumentParser) -> None:
-        added.add_argument("--run", dest="run_ids", action="append", default=[], help="only this run; may be repeated")
-        added.add_argument("--points", action="append", default=[], help="only these, separated by commas or repeated")
-
     command("ls", _ls, "list the sessions, or the runs of one", "?")
     command("verify", _verify, "check all files, and list what is damaged and what can still be read", "?")
     added = command("export", _export, "write runs as files of another format")
     added.add_argument("to", type=Path, help="the directory for the files")
-    added.add_argument("--format", choices=FORMATS, required=True)
+    added.add_argument("--format", choices=get_args(Format), required=True)
     added.add_argument("--session", help="this session alone")
     added.add_argument("--overwrite", action="store_true", help="overwrite existing files")
-    chosen(added)
+    added.add_argument("--run", dest="run_ids", action="append", default=[], help="only this run; may be repeated")
+    added.add_argument("--points", action="append", default=[], help="only these, separated by commas or repeated")
     added = command("pull", _pull, "fetch a session from a server into the store's directory")
     added.add_argument("url", help="the server's address, http://host:8000")
     added.add_argument("session")
     added.add_argument("--api-key", help="by default the variable VITRINE_API_KEY")
-    chosen(added)
+    added.add_argument("--owner", help="whose session, for admins; by default their own")
+    added.add_argument("--run", dest="run_ids", action="append", default=[], help="only this run; may be repeated")
     return parser
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
-_SERVERS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")  # settings that identify it
+NO_OWNER = "_"  # the directory of sessions without an owner; no owner's name is that
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
@@ -31,10 +30,9 @@ _ADVICE = {
     errno.ENOENT: "put the directory back, or mount it again",
     errno.ENOTDIR: "remove the file that is in the place of the session's directory",
     errno.ELOOP: "remove the link that is in the place of the session's directory",
-    errno.ENOLCK: "mount the file system with locks",
-    errno.ENOSYS: "mount the file system with locks",
-    errno.EOPNOTSUPP: "take a file system that has locks",
-    errno.EAGAIN: "end the other process, or take another directory",
+    errno.ENOLCK: "mount the file system with locks, or choose a file system that has them",
+    errno.ENOSYS: "mount the file system with locks, or choose a file system that has them",
+    errno.EOPNOTSUPP: "mount the file system with locks, or choose a file system that has them",
     errno.EMFILE: "raise the limit on open files",
 }
 
@@ -69,6 +67,24 @@ class SegmentFacts:
     layers: int | None = None  # of the model
 
 
+class SessionName(NamedTuple):
+    """A session: its owner, None where it has none, and its id, which is unique among the owner's."""
+
+    owner: str | None
+    id: str
+
+    @property
+    def folder(self) -> str:
+        """Its directory below the store's, `<owner>/<id>`."""
+        return f"{self.owner or NO_OWNER}/{self.id}"
+
+    @classmethod
+    def of_folder(cls, folder: str) -> SessionName:
+        """The inverse of `folder`."""
+        owner, _, id = folder.partition("/")
+        return cls(None if owner == NO_OWNER else owner, id)
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """What one run is."""
@@ -81,6 +97,7 @@ class RunFacts:
     created: float
     prompt_tokens: int
     tokens: int  # of prompt and generation together
+    owner: str | None = None  # of the key that sent the request; None on a server without keys
     sample_id: str | None = None  # the user's name for the sample
     tags: dict[str, str] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)  # the request's sampling fields
@@ -93,14 +110,19 @@ class RunFacts:
     text: str | None = None
     batch_invariant: bool = False  # bits independent of other sequences, on the same machine and versions
 
+    @property
+    def session(self) -> SessionName:
+        """The session that it belongs to."""
+        return SessionName(self.owner, self.session_id)
+
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> RunFacts:
-        """The facts that `as_json` wrote, without fields of later versions."""
+        """The facts that `as_json` wrote, without unknown fields."""
         return cls(**{name: said[name] for name in RUN_FACTS if name in said})
 
     @cached_property
     def as_json(self) -> str:
-        """All of it, as it is stored, made once for all writes; TypeError if it holds what JSON cannot."""
+        """All of it, as it is stored; TypeError if it holds what JSON cannot."""
         return json.dumps({name: getattr(self, name) for name in RUN_FACTS})
 
 
@@ -124,42 +146,33 @@ class StoredPoint(NamedTuple):
 
 
 class RunEnd(NamedTuple):
-    """A run's last rows, and all that is known of it.
-
-    Attributes:
-        run: The run's facts.
-        batches: Record batches, or references to them.
-        part: The number of parts sent before.
-        fence: The session's, which the request was admitted with.
-    """
+    """A run's last rows, and all that is known of it."""
 
     run: RunFacts
-    batches: list[Any]
-    part: int = 0
-    fence: str | None = None
+    batches: list[Any]  # record batches, or references to them
+    part: int = 0  # the number of parts sent before
 
 
 class StoredRun(NamedTuple):
-    """A run that is on disk, perhaps on another node's; `bytes` is what it takes in its file."""
+    """A run that is on disk; `bytes` is its size in its file."""
 
     run_id: str
     session_id: str
     points: dict[str, StoredPoint]
     bytes: int
-    node: str | None = None
 
 
 class RunName(NamedTuple):
-    """What tells a run from all others."""
+    """The name of a run, unique in a store."""
 
-    session_id: str
+    session: SessionName
     run_id: str
 
 
 class StoredFile(NamedTuple):
-    """A file, of so many bytes and rows of whole runs; `modified_ns` is None where it may have changed since."""
+    """A file of whole runs by its path below the store's directory; `modified_ns` is None where it may still change."""
 
-    uri: str
+    path: str
     bytes: int
     sealed: bool
     rows: int
@@ -167,15 +180,16 @@ class StoredFile(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One stored run; interventions and text are left to its file."""
+    """One stored run; interventions and text are only in its file."""
 
     facts: RunFacts
-    uri: str
+    path: str  # of its file, below the store's directory
     first_row: int
     rows: int
     bytes: int
     points: Mapping[str, PointType]  # shared by all runs of the file
     offset: int  # the byte where it begins in the file, 0 for the first run
+    uri: str = ""  # of its file: on the disk, or in the bucket where the disk has it no more
     archived: bool = False  # whether the file is in the bucket
 
     def stored(self) -> StoredRun:
@@ -190,7 +204,7 @@ class Entry(NamedTuple):
 class FileUpdate(NamedTuple):
     """Runs of one file that are durable, and the file as it is now."""
 
-    session_id: str
+    session: SessionName
     entries: Sequence[Entry]
     file: StoredFile
 
@@ -203,18 +217,6 @@ def names_a_session(name: str) -> bool:
 def public_uri(uri: str) -> str:
     """A URI without settings and a slash at its end; a path as it is."""
     return urlsplit(uri)._replace(query="").geturl().rstrip("/") if "://" in uri else uri
-
-
-def name_of(uri: str) -> str:
-    """A segment's name in manifests, `<session>/<file>`, by its URI on a disk or in a bucket."""
-    return "/".join(uri.rsplit("/", 2)[-2:])
-
-
-def store_id(uri: str) -> str:
-    """What tells a store from others, by its URI: settings that say nothing of where it lies do not count."""
-    settings = parse_qsl(urlsplit(uri).query) if "://" in uri else []
-    server = sorted(f"{name}={value}" for name, value in settings if name in _SERVERS)
-    return hashlib.sha256("?".join([public_uri(uri), *server]).encode()).hexdigest()[:32]
 
 
 def check_session_id(value: str) -> str:

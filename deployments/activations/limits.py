@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -24,26 +22,4 @@ class Retention:
     @property
     def has_quotas(self) -> bool:
         """Whether any bytes are limited."""
-        return any(most is not None for most in (self.max_store_bytes, self.max_session_bytes))
-
-
-class SessionSize(NamedTuple):
-    """A session and the bytes of its files."""
-
-    id: str
-    bytes: int
-
-
-def first_of(sessions: Iterable[SessionSize], missing: int, later: int = 0) -> list[SessionSize] | None:
-    """The first of `sessions` that take `missing` bytes; None unless all together take `missing` and `later` bytes.
-
-    No more sessions are asked for than that takes.
-    """
-    found, size = list[SessionSize](), 0
-    for session in sessions:
-        if size < missing:
-            found.append(session)
-        size += session.bytes
-        if size >= missing + later:
-            return found
-    return None
+        return self.max_store_bytes is not None or self.max_session_bytes is not None

@@ -56,7 +56,7 @@ class ClientFiles(ABC):
 
     folder: str  # no session id begins with '.'
     kind: str  # in the plural, for messages
-    verb: str  # for bringing one
+    verb: str  # for sending one
     full: str  # the code of a refusal for want of room
     most_files: int
 
@@ -65,7 +65,7 @@ class ClientFiles(ABC):
         self._root = root
         self._lock = Lock()
         self._files: dict[tuple[str, str | None], ClientFile] = {}
-        for item in _files_in(root / self.folder):
+        for item in files_in(root / self.folder):
             if match := _FILE.fullmatch(item.name):
                 try:
                     id, about = self.described(Path(item.path))
@@ -83,7 +83,7 @@ class ClientFiles(ABC):
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
         """Up to `limit` files that the account may read in the order of their names, after the name `after`."""
         with self._lock:
-            files = [file for file in self._files.values() if account.may_read(file.owner)]
+            files = [file for file in self._files.values() if account.may_change(file.owner)]
         files.sort(key=lambda file: (file.owner == account.owner, file.owner is None))
         seen = {file.name: file for file in files}  # their own of a name, else the one without an owner
         names = sorted(name for name in seen if after is None or name > after)
@@ -108,10 +108,7 @@ class ClientFiles(ABC):
         file = self._found(name, account)
         if file is None or not account.may_change(file.owner):
             return False
-        with explained(self._root), directory(self._root) as root, directory(self.folder, root) as folder:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file.file_name, dir_fd=folder)
-            os.fsync(folder)
+        remove(self._root, self.folder, file.file_name)
         with self._lock:
             del self._files[file.name, file.owner]
         return True
@@ -146,7 +143,7 @@ class ClientFiles(ABC):
             own = [one for owner in (account.owner, None) if (one := self._files.get((name, owner)))]
             if account.is_admin and not own:
                 own = [one for (called, _), one in self._files.items() if called == name]
-        return next((one for one in own if account.may_read(one.owner)), None)
+        return next((one for one in own if account.may_change(one.owner)), None)
 
     def _check_room(self, others: Sequence[ClientFile], size: int, count: int, most: int) -> None:
         used = sum(file.bytes for file in others)
@@ -158,7 +155,15 @@ class ClientFiles(ABC):
             raise RequestError(message, None, self.full)
 
 
-def _files_in(folder: Path) -> Iterator[os.DirEntry[str]]:
+def remove(root: Path, folder: str, name: str) -> None:
+    """Remove a file in a folder of `root`, if it is there; durable when this returns. StoreError on a disk error."""
+    with explained(root), directory(root) as top, directory(folder, top) as place:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=place)
+        os.fsync(place)
+
+
+def files_in(folder: Path) -> Iterator[os.DirEntry[str]]:
     """The files of a folder, if it is there; links are not followed, and what a crash cut short is removed."""
     if not folder.is_dir() or folder.is_symlink():
         return

@@ -1,25 +1,36 @@
-"""Profiles of capture and interventions that clients keep in a store, and the models' default profiles."""
+"""Profiles of capture and interventions that clients keep in a store, and the models' default profiles.
+
+Each is a file `.profiles/<name>@<owner>.json` below the store's root, without an owner `<name>.json`.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 from deployments.accounts import OPERATOR, Account
-from deployments.activations.state.state import State
+from deployments.activations.facts import explained
+from deployments.activations.files.disk import write
+from deployments.client_data.files import files_in, remove
 from deployments.errors import RequestError
 from deployments.points.profiles import Profile
 
 MAX_PROFILES = 1024  # of one owner
 MAX_BYTES = 1 << 20  # of one
-_LISTED = "name, NULLIF(owner, ''), model, description, created, is_default"
+FOLDER = ".profiles"
+_FILE = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})(?:@([A-Za-z0-9_.-]+))?\.json")
+
+logger = logging.getLogger(__name__)
 
 
 class _StoredProfile(NamedTuple):
-    """A stored profile; `created` is in Unix seconds, `body` what it does, left out of lists."""
+    """A stored profile; `created` is in Unix seconds, `body` what it does as JSON, left out of lists."""
 
     name: str
     owner: str | None
@@ -27,21 +38,47 @@ class _StoredProfile(NamedTuple):
     description: str | None
     created: float
     is_default: bool
-    body: str = "{}"
+    body: str
 
-    def as_json(self, account: Account) -> dict[str, Any]:
+    @classmethod
+    def of(cls, profile: Profile, owner: str | None, created: float) -> _StoredProfile:
+        """A profile as it is stored."""
+        body = profile.model_dump_json(by_alias=True, exclude_unset=True, exclude={"default"})
+        return cls(profile.name, owner, profile.model, profile.description, created, profile.default, body)
+
+    @property
+    def file_name(self) -> str:
+        """Its file's name."""
+        return f"{self.name}@{self.owner}.json" if self.owner else f"{self.name}.json"
+
+    @property
+    def as_file(self) -> bytes:
+        """What its file holds."""
+        head = json.dumps({"created": self.created, "default": self.is_default})
+        return f'{head[:-1]}, "profile": {self.body}}}'.encode()
+
+    def as_json(self, account: Account, is_whole: bool = True) -> dict[str, Any]:
         """The same for an answer."""
         listed = {name: getattr(self, name) for name in ("name", "model", "description", "created")}
-        listed |= {"object": "intervention_profile", "default": bool(self.is_default)}
-        return {**json.loads(self.body), **listed, **({} if account.owner is None else {"owner": self.owner})}
+        listed |= {"object": "intervention_profile", "default": self.is_default}
+        own = json.loads(self.body) if is_whole else {}
+        return {**own, **listed, **({} if account.owner is None else {"owner": self.owner})}
 
 
-class StoredProfiles(State):
-    """Every profile of a store; each owner has names of their own."""
+class StoredProfiles:
+    """Every profile of a store; each owner has names of their own.
+
+    Reads may come from several threads, changes from one at a time. Changes raise StoreError on a disk error.
+    """
 
     def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.rows("SELECT 1")  # it is opened now, and read then also while the directory is away
+        """Read what there is in the store's directory; links are not followed, other names are passed over."""
+        self._root = root
+        self._lock = Lock()
+        self._profiles: dict[tuple[str, str], _StoredProfile] = {}  # by name and owner, "" without one
+        found = [one for item in files_in(root / FOLDER) if (one := _read(Path(item.path)))]
+        for one in sorted(found, key=lambda one: one.created):  # a crash may leave a model's last default as one
+            self._take(one)
         self._version = time.time_ns()  # of the defaults
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
@@ -49,17 +86,12 @@ class StoredProfiles(State):
 
         A default is among them also where the account has a profile of its name, since it applies to their requests.
         """
-        kept = self._stored("ORDER BY name, owner", columns=_LISTED)
-        own = {one.name for one in kept if one.owner == account.owner}
-        seen = [
-            one
-            for one in kept
-            if one.is_default or account.may_change(one.owner) or (account.may_read(one.owner) and one.name not in own)
-        ]
+        kept = self._stored()
+        seen = [one for one in kept if one.is_default or account.may_change(one.owner)]
         name, at, owner = (after or "").partition("@")
         if after is not None:
             seen = [one for one in seen if ((one.name, one.owner or "") > (name, owner) if at else one.name > name)]
-        return [one.as_json(account) for one in seen[:limit]]
+        return [one.as_json(account, is_whole=False) for one in seen[:limit]]
 
     def put(self, profile: Profile, account: Account = OPERATOR) -> dict[str, Any]:
         """Keep a profile, in the place of one of its name, and of the model's last default if it is one.
@@ -67,25 +99,22 @@ class StoredProfiles(State):
         Durable when it returns, with what `get` returns. RequestError if it is too large, its owner has too many, or
         an owner who is no admin changes a default, which affects other users.
         """
-        body = profile.model_dump_json(by_alias=True, exclude_unset=True, exclude={"default"})
-        if (size := len(body.encode())) > MAX_BYTES:
+        new = _StoredProfile.of(profile, account.owner, time.time())
+        if (size := len(new.body.encode())) > MAX_BYTES:
             message = f"{size} bytes, and a profile has {MAX_BYTES} at most: send vectors as tensor files"
             raise RequestError(message, None, "profile_too_large", 413)
-        new = _StoredProfile(
-            profile.name, account.owner, profile.model, profile.description, time.time(), profile.default, body
-        )
-        with self.change() as database:
-            own = {one.name: one for one in self._stored("WHERE owner = ?", account.owner or "", columns=_LISTED)}
-            if len(own.keys() - {new.name}) >= MAX_PROFILES:
-                raise RequestError(f"there are {MAX_PROFILES} profiles: delete some", None, "profile_store_full")
-            is_news = new.is_default or (new.name in own and own[new.name].is_default)
-            if is_news and not account.is_admin:
-                raise _defaults_are_admins()
-            if new.is_default:
-                database.execute("UPDATE profiles SET is_default = 0 WHERE is_default AND model = ?", (new.model,))
-            row = new._replace(owner=new.owner or "")
-            database.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        self._tell(is_news)
+        own = {one.name: one for one in self._stored() if one.owner == account.owner}
+        if len(own.keys() - {new.name}) >= MAX_PROFILES:
+            raise RequestError(f"there are {MAX_PROFILES} profiles: delete some", None, "profile_store_full")
+        is_news = new.is_default or (new.name in own and own[new.name].is_default)
+        if is_news and not account.is_admin:
+            raise _defaults_are_admins()
+        with explained(self._root):
+            self._write(new)
+            last = self._take(new)
+            self._tell(is_news)
+            for other in last:
+                self._write(other)
         return new.as_json(account)
 
     def get(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
@@ -98,36 +127,68 @@ class StoredProfiles(State):
         version = self._version  # before the rest: what changes meanwhile is news once more
         if version == known:
             return None
-        return version, {one.model: one.as_json(OPERATOR) for one in self._stored("WHERE is_default") if one.model}
+        return version, {one.model: one.as_json(OPERATOR) for one in self._stored() if one.is_default and one.model}
 
     def delete(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
         """Delete a profile, found as by `get`; false if the account may change none. Defaults are admins'."""
-        with self.change() as database:
-            kept = self._find(name, account, owner)
-            if kept is None or not account.may_change(kept.owner):
-                return False
-            if kept.is_default and not account.is_admin:
-                raise _defaults_are_admins()
-            database.execute("DELETE FROM profiles WHERE name = ? AND owner = ?", (kept.name, kept.owner or ""))
+        kept = self._find(name, account, owner)
+        if kept is None or not account.may_change(kept.owner):
+            return False
+        if kept.is_default and not account.is_admin:
+            raise _defaults_are_admins()
+        remove(self._root, FOLDER, kept.file_name)
+        with self._lock:
+            del self._profiles[kept.name, kept.owner or ""]
         self._tell(kept.is_default)
         return True
 
     def _find(self, name: str, account: Account, owner: str | None) -> _StoredProfile | None:
-        of_name = self._stored("WHERE name = ? ORDER BY model", name) if name.isascii() else []
+        of_name = sorted((one for one in self._stored() if one.name == name), key=lambda one: one.model or "")
         by_owner = {one.owner: one for one in of_name}
         if owner is not None:
             return by_owner.get(owner) if account.may_change(owner) else None
-        own = [account.owner] + ([None] if account.may_read(None) else [])
+        own = [account.owner] + ([None] if account.may_change(None) else [])
         found = [by_owner[one] for one in own if one in by_owner] + [one for one in of_name if one.is_default]
         return found[0] if found else None
 
-    def _stored(self, which: str, *values: Any, columns: str = f"{_LISTED}, body") -> Sequence[_StoredProfile]:
-        return [_StoredProfile(*row) for row in self.rows(f"SELECT {columns} FROM profiles {which}", *values)]
+    def _stored(self) -> Sequence[_StoredProfile]:
+        """All of them, by name and owner."""
+        with self._lock:
+            return [self._profiles[key] for key in sorted(self._profiles)]
+
+    def _write(self, one: _StoredProfile) -> None:
+        write(self._root, FOLDER, one.file_name, one.as_file)
+
+    def _take(self, new: _StoredProfile) -> Sequence[_StoredProfile]:
+        """Keep a profile in memory; returns the defaults that are no more, as they are now."""
+        with self._lock:
+            self._profiles[new.name, new.owner or ""] = new
+            last = [
+                (key, one._replace(is_default=False))
+                for key, one in self._profiles.items()
+                if new.is_default and one.is_default and one.model == new.model and one is not new
+            ]
+            self._profiles |= last
+        return [one for _, one in last]
 
     def _tell(self, is_news: bool) -> None:
         """Give `defaults` a new version after a change; versions increase even if the clock is set back."""
         if is_news:
             self._version = max(self._version + 1, time.time_ns())
+
+
+def _read(path: Path) -> _StoredProfile | None:
+    """The profile of a file; None if it has another name than a profile's, or cannot be read."""
+    if (match := _FILE.fullmatch(path.name)) is None:
+        return None
+    try:
+        said = json.loads(path.read_bytes())
+        profile = Profile.model_validate(said["profile"] | {"name": match[1], "default": said["default"]})
+        one = _StoredProfile.of(profile, match[2], float(said["created"]))
+    except (OSError, ValueError, KeyError, TypeError):  # others are served all the same
+        logger.exception("%s cannot be read and is not listed", path)
+        return None
+    return one
 
 
 def _defaults_are_admins() -> RequestError:

@@ -242,12 +242,12 @@ def _store(given: str | os.PathLike[str] | None) -> str:
     Raises:
         DataError: Several stores run, or one whose keys are unknown here.
     """
-    from deployments.activations.actors.store import running
+    from deployments.clusters import STORE, detached_names
 
     if given:
         text = os.fspath(given)
         return text if "://" in text else str(Path(text).expanduser().absolute())
-    found = running()
+    found = detached_names(STORE)
     if len(found) > 1 or any("://" in name for name in found):
         raise DataError(f"--store: choose the store to write to; running here: {', '.join(found)}")
     return found[0] if found else str(home() / "activations")

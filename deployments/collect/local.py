@@ -21,6 +21,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.util.annotations import RayDeprecationWarning
 
 from deployments.activations.actors.reader import connect_reader
+from deployments.activations.actors.store import connect
 from deployments.clusters import this_node
 from deployments.collect.examples import Example, Fields, InvalidExample, read, together
 from deployments.collect.outcome import Outcome
@@ -119,6 +120,8 @@ class EngineActor:
         self._settings = settings
         self._reader = connect_reader(options.activations_dir, options.archive)
         self._replica = ModelReplica.func_or_class(options)  # type: ignore[attr-defined]  # the class: there is no Serve
+        # The reader reads the index that the store makes when it starts.
+        ray.get(connect(options.activations_dir, options.archive, options.archive_cache_bytes).code.remote())
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="collect", daemon=True).start()
 

@@ -24,7 +24,6 @@ from deployments.points.names import dtype_name
 from deployments.points.token_choices import Tokens, resolve
 
 logger = logging.getLogger("ray.serve")
-RENEW_S = 120.0  # between two renewals of a run in the store; far less than the store's timeout
 
 
 class RunSender(Protocol):
@@ -35,9 +34,6 @@ class RunSender(Protocol):
 
     async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
         """Send the last rows; they are durable when this returns."""
-
-    def renew(self, run: OpenRun) -> None:
-        """Report that a run continues."""
 
     def abandon(self, run: OpenRun) -> None:
         """Discard the rows sent for a run."""
@@ -80,9 +76,8 @@ class OpenRun:
         self._offsets = offsets
         self._pieces: list[Captured] = []  # for an inline answer
         self._sending: asyncio.Task[None] | None = None
-        self._renewing: asyncio.TimerHandle | None = None
         self._parts = 0
-        self._failed = job.unstorable if request.capture.destination != "inline" else None
+        self._failed: str | None = None
 
     def add(self, captured: Captured, done: Callable[[], None]) -> None:
         """Take rows that the engine releases before the request's end.
@@ -96,19 +91,7 @@ class OpenRun:
             self._pieces.append(captured)
             done()
             return
-        if self._renewing is None:
-            self._renewing = asyncio.get_running_loop().call_later(RENEW_S, self._renew)
         self._sending = asyncio.ensure_future(self._send(self._sending, captured, done))
-
-    def _renew(self) -> None:
-        """Keep the run's rows in the store while the request runs, however long the next rows take."""
-        self._renewing = asyncio.get_running_loop().call_later(RENEW_S, self._renew)
-        if self._failed is None:
-            self._runs.renew(self)
-
-    def _end_renewing(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
 
     async def _send(self, before: asyncio.Task[None] | None, captured: Captured, done: Callable[[], None]) -> None:
         try:
@@ -132,10 +115,7 @@ class OpenRun:
         assert self.job.capture is not None
         if self._sending is not None:
             await self._sending
-        try:
-            report = await self._settle(event)
-        finally:
-            self._end_renewing()
+        report = await self._settle(event)
         if report.status == "failed":
             self.drop()
         return report
@@ -160,7 +140,7 @@ class OpenRun:
             return replace(report, reason=self._failed)
         named = self.job.capture.destination == "reference"
         points = {name: point._asdict() for name, point in stored.points.items()} if named else {}
-        return replace(report, status="stored", points=points, node=stored.node)
+        return replace(report, status="stored", points=points)
 
     def text_offsets(self, captured: Captured, generated: Sequence[int]) -> list[int]:
         """The number of characters of prompt + answer before each recorded token.
@@ -188,7 +168,6 @@ class OpenRun:
 
     def drop(self) -> None:
         """Discard the run: its client has disconnected, or it failed."""
-        self._end_renewing()
         if self._sending is not None:
             self._failed = self._failed or "the request was cancelled"
             self._runs.abandon(self)

@@ -23,7 +23,7 @@ from ray.serve.context import _get_global_client  # the only way to find the pro
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
-from deployments.activations.nodes.submitting import connect_writer
+from deployments.activations.nodes.sharing import connect_writer
 from deployments.client_code.job import CodeJob
 from deployments.errors import RequestError
 from deployments.exposure import check_ray
@@ -83,7 +83,7 @@ class ModelReplica:
         if store is None:
             store = connect(options.activations_dir, options.archive, options.archive_cache_bytes)
             reader = connect_reader(options.activations_dir, options.archive)
-            writer = connect_writer(options.activations_dir, store, options.archive)
+            writer = connect_writer(options.activations_dir, store)
         token_texts = TokenTexts(self._model.tokenizer)
         chat = ChatFormat(self._model.tokenizer, self._model.hf)
         self._prompts = Prompts(self._model, chat, token_texts)

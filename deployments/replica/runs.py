@@ -45,7 +45,7 @@ class Runs:
             options: The operator's.
             model: The recorded model.
             token_texts: The texts of its tokens.
-            store: The actor that receives this node's runs: the activation store, or the node's writer.
+            store: Takes this node's runs.
             pool: Converts rows outside the event loop.
         """
         self._options = options
@@ -112,10 +112,8 @@ class Runs:
             return
         size = sum(map(RowSizes.bytes(capture, points).of, map(recordable, requests)))
         try:
-            if job.unstorable:
-                raise StoreError(job.unstorable)
             async with asyncio.timeout(ROOM_S):
-                await self._store.check_room.remote(job.session_id, size)
+                await self._store.check_room.remote(job.session, size)
         except (StoreError, RayError, TimeoutError) as error:
             reason = str(getattr(error, "cause", None) or error) or f"the store does not answer within {ROOM_S:g} s"
             message = f"the activations cannot be stored now: {reason}"
@@ -132,7 +130,7 @@ class Runs:
             StoreError: The store cannot take them; or its errors over Ray.
         """
         batch = await self._to_send(run, captured, ())
-        await self._store.append.remote(run.job.session_id, run.id, part, [batch], run.most, run.job.fence)
+        await self._store.append.remote(run.job.session, run.id, part, [batch], run.most)
 
     async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
         """Send a run's last rows; they are durable when this returns.
@@ -142,15 +140,11 @@ class Runs:
         """
         assert event.captured is not None
         batches = [await self._to_send(run, event.captured, event.tokens)] if event.captured.positions else []
-        return await self._calls.write(RunEnd(self._facts(run, event), batches, parts, run.job.fence))
-
-    def renew(self, run: OpenRun) -> None:
-        """Report to the store that a run continues."""
-        self._store.renew.remote(run.job.session_id, run.id)
+        return await self._calls.write(RunEnd(self._facts(run, event), batches, parts))
 
     def abandon(self, run: OpenRun) -> None:
         """Discard an unfinished run from the store."""
-        self._store.abandon.remote(run.job.session_id, run.id)
+        self._store.abandon.remote(run.job.session, run.id)
 
     async def _to_send(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
         """Rows as a record batch, or a reference to one in Ray's object store; made outside the event loop.
@@ -197,6 +191,7 @@ class Runs:
             created=run.created,
             prompt_tokens=len(event.prompt),
             tokens=len(event.prompt) + len(event.tokens),
+            owner=job.account.owner,
             sample_id=run.sample_id,
             tags=run.tags,
             sampling={**asdict(request.sampling), "max_tokens": request.max_tokens},

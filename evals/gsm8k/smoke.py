@@ -4,11 +4,12 @@ completion -> stored run -> the same over HTTP -> deleted
 """
 
 import asyncio
-import io
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from evals.config import Config, EvalError
 from evals.server.answers import RequestFailed
 from evals.server.client import ChatClient
 from evals.server.inline import UNREADABLE
+from evals.server.stored_runs import arrays_of, entries_of, write_runs
 
 # What an answer raises that is odd, or none of a server of models.
 STEP_ERRORS = (AttributeError, *UNREADABLE)
@@ -50,7 +52,7 @@ async def _steps(config: Config) -> None:
         with _step("stored run") as say:
             say(await _listed(client, where, run))
         with _step("read back") as say:
-            say(await _read_back(client, where, run))
+            say(await _read_back(client, run))
         with _step("deleted") as say:
             await client.delete(where)
             say(await _gone(client, where))
@@ -119,12 +121,14 @@ async def _listed(client: ChatClient, where: str, run: dict[str, Any]) -> str:
     return f"in {len(session['files'])} file"
 
 
-async def _read_back(client: ChatClient, where: str, run: dict[str, Any]) -> str:
+async def _read_back(client: ChatClient, run: dict[str, Any]) -> str:
     """Every point has the shape that the answer named, and values that are numbers."""
-    await client.download(f"{where}/data", {"run": run["run_id"], "format": "npz"}, file := io.BytesIO())
-    size, total = file.tell(), 0
-    file.seek(0)
-    with np.load(file) as arrays:
+    entry = (await entries_of(client, [run["run_id"]]))[run["run_id"]]
+    total = 0
+    with tempfile.NamedTemporaryFile(suffix=".arrow") as file:
+        await write_runs(client, [entry], file)
+        file.flush()
+        arrays, _ = arrays_of(Path(file.name))
         for name, point in points_of(run).items():
             values, said = arrays[name], shape_of(point)
             # An axis that grows is as wide as the last token sees: all of them.
@@ -133,4 +137,4 @@ async def _read_back(client: ChatClient, where: str, run: dict[str, Any]) -> str
             if not np.isfinite(values).all():
                 raise EvalError(f"{name} holds values that are no finite numbers")
             total += values.size
-    return f"{total:,} values, {size:,} bytes"
+    return f"{total:,} values, {entry['bytes']:,} bytes"

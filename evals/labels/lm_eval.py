@@ -73,11 +73,13 @@ def labelled(path: str | Path, session: str, store: str | Path, model: str | Non
         EvalError: the file or the session cannot be read, its samples' runs are of several models, or no run
             belongs to a sample.
     """
-    from deployments.activations import runs  # here: torch comes with it
+    from deployments.activations.reader.sources import segments
+    from deployments.activations.segments.segments import whole_runs  # here: torch comes with it
 
     try:
         asked, ambiguous = _asked(Path(path))
-        there = [run for run in runs(Path(store) / session) if model in (None, run.model)]
+        stored = (run.facts for file in segments(store, session) for run in whole_runs(file))
+        there = sorted((run for run in stored if model in (None, run.model)), key=lambda run: run.created)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise EvalError(f"--lm-eval {path}: {error}") from error
     known = defaultdict[str, list["RunFacts"]](list)

@@ -111,7 +111,7 @@ class Stored:
             yield self._read(row, min(end, row + self.most))
 
     def _read(self, first: int, end: int) -> Batch:
-        points = self._reader.between(first, end).points
+        points = self._reader.take(np.arange(first, end)).points
         values = [points[name].flatten(1) for name in self.points]
         tops, rows = np.stack([largest(of, 1) for of in values]), np.arange(first, end)
         finite = np.isfinite(tops).all(0)

@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -10,17 +10,17 @@ from urllib.parse import unquote, urlsplit
 from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
-from deployments.activations.reader.pulling import PullError, keep
 from evals.config import EvalError, some
 from evals.results.results import FOLDER, TRANSFER_FILE, write_json
 from evals.server.answers import RequestFailed
 from evals.server.client import ChatClient
+from evals.server.stored_runs import Entry, write_runs
 
 PIECE = ".piece"  # what is on its way
 PIECE_BYTES = 256 << 20  # of stored runs, about: the most that an interruption loses
-PIECE_RUNS = 250  # whose ids an address has room for
 PAGE = 100  # runs that the server lists at once, each with all of its points: some MiB
-TIMEOUT_S = 330.0  # of one answer: a server may look through a large session first
+TIMEOUT_S = 60.0  # of one answer
+_PLACE = ("run_id", "session_id", "owner", "file", "offset", "bytes")  # what is used of a listed run
 
 
 def transfer(
@@ -56,7 +56,7 @@ def transfer(
         folder.mkdir(parents=True, exist_ok=True)
         said.unlink(missing_ok=True)
         asyncio.run(fetch())
-    except (RequestFailed, PullError, OSError, ValueError) as error:
+    except (RequestFailed, OSError, ValueError) as error:
         reason = str(error) or type(error).__name__
         raise EvalError(f"activations of session {session_id} were not all transferred: {reason}") from error
     finally:
@@ -104,49 +104,79 @@ async def _fetch_missing(client: ChatClient, directory: Path, session_id: str, u
 
     Raises:
         RequestFailed: the server refuses, is away for too long, or does not send what it lists.
-        PullError: what it sends is damaged, or no Arrow.
+        ValueError: what it sends is damaged, or no Arrow.
     """
-    folder, url = directory / FOLDER / session_id, f"activations/session/{session_id}"
-    listed, each = await _listed(client, url)
+    folder = directory / FOLDER / session_id
+    listed = await _listed(client, f"activations/session/{session_id}")
     there = transferred_runs(directory, session_id)
-    missing = [run_id for run_id in listed if run_id not in there]
-    many = max(1, min(PIECE_RUNS, PIECE_BYTES // max(1, each)))
+    missing = [entry for run_id, entry in listed.items() if run_id not in there]
     with tqdm(total=len(missing), desc="activations", unit="run", disable=None) as bar:
-        for first in range(0, len(missing), many):
-            piece = missing[first : first + many]
+        for piece in _pieces(missing):
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            with tempfile.TemporaryFile(dir=unfinished) as body:
-                await client.download(f"{url}/data", {"run": piece, "format": "arrow"}, body)
-                body.seek(0)
-                keep(body, unfinished, url)
+            with (fetched := unfinished / "fetched.arrow").open("wb") as file:
+                await write_runs(client, piece, file)
+            _seal(fetched)
             last = max((int(file.stem.removeprefix("pulled-")) for file in folder.glob("pulled-*.arrow")), default=0)
-            for number, file in enumerate(sorted(unfinished.iterdir()), last + 1):
-                file.rename(folder / f"pulled-{number:06}.arrow")
+            fetched.rename(folder / f"pulled-{last + 1:06}.arrow")
             bar.update(len(piece))
     there = transferred_runs(directory, session_id)
     if lacking := [run_id for run_id in listed if run_id not in there]:
         raise RequestFailed(f"the server lists {some(lacking)}, and sent no such run")
 
 
-async def _listed(client: ChatClient, url: str) -> tuple[list[str], int]:
-    """The ids of a session's runs, the oldest first, and the mean bytes of one, 0 if the server does not report it.
+def _pieces(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Runs of one file each, in the order of the files' first runs, about `PIECE_BYTES` of them at a time."""
+    files = dict[str, list[Entry]]()
+    for entry in entries:
+        files.setdefault(entry["file"], []).append(entry)
+    for of in files.values():
+        piece, size = list[Entry](), 0
+        for entry in of:
+            if piece and size + entry["bytes"] > PIECE_BYTES:
+                yield piece
+                piece, size = [], 0
+            piece.append(entry)
+            size += entry["bytes"]
+        yield piece
+
+
+def _seal(path: Path) -> None:
+    """Check the runs of a fetched file, and give it a footer.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    from deployments.activations.segments.segment_writer import rewrite  # here: torch comes with it
+    from deployments.activations.segments.segments import whole_runs
+    from deployments.activations.segments.verify import verify
+
+    if not (found := verify(path)).ok:
+        raise ValueError(f"a file is not what the server wrote: {found.reason}")
+    runs = list(whole_runs(path))
+    rewrite(path, runs[0].batches[0].schema, (batch for run in runs for batch in run.batches), path.parent)
+
+
+async def _listed(client: ChatClient, url: str) -> dict[str, Entry]:
+    """What the server lists of a session's runs, the oldest first.
 
     Raises:
         RequestFailed: the server lists no runs, or says for ever that there are more.
     """
-    ids: dict[str, None] = {}
+    found: dict[str, Entry] = {}
     more, after = True, dict[str, str]()
     while more:
         page = await client.read(url, limit=PAGE, **after)
-        before = len(ids)
+        before = len(found)
         try:
-            ids |= dict.fromkeys(run["run_id"] for run in page["runs"])
+            found |= {run["run_id"]: {name: run[name] for name in _PLACE if name in run} for run in page["runs"]}
+            whole = all({"file", "bytes"} <= entry.keys() for entry in found.values())
         except (TypeError, KeyError) as error:
             raise RequestFailed(f"{url} lists no runs: does the server record activations?") from error
+        if not whole:
+            raise RequestFailed(f"{url} does not list where runs lie in their files")
         more = bool(page.get("has_more"))
-        if more and len(ids) == before:
+        if more and len(found) == before:
             raise RequestFailed(f"{url} says that there are more runs than {before}, and lists none of them")
-        after = {"after": next(reversed(ids), "")}
-    size = page.get("bytes")
-    return list(ids), (size if isinstance(size, int) else 0) // max(1, len(ids))
+        after = {"after": next(reversed(found), "")}
+    return found

@@ -2,16 +2,16 @@
 
 import asyncio
 import random
+import re
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx
 
-from deployments.paging import NoPageError, Paging
 from evals.server.answers import (
     AnswerLate,
     Kind,
@@ -27,7 +27,7 @@ from evals.server.keys import headers
 from evals.server.outage import Clock, Outage
 
 PROFILE = "X-Intervention-Profile"  # header of an answer that a profile changed, and its name among the answer's fields
-KEPT_HEADERS = ("Content-Type", "Retry-After", "Content-Range", "ETag", PROFILE)  # headers that anything hangs on
+KEPT_HEADERS = ("Content-Type", "Retry-After", "Content-Range", PROFILE)  # headers that anything hangs on
 MAX_WAIT_S = 30.0  # seconds between two attempts, unless the server names a time
 MAX_DOUBLINGS = 8  # of the waits between attempts, more than any needs to be its longest
 SETTLED_S = 0.01  # seconds after the end of an outage at which it is surely over
@@ -35,7 +35,8 @@ MAX_POLL_S = 4.0  # seconds between two looks whether a server that was away is 
 CONNECT_S = 10.0  # that a connection may take: a machine that is off refuses none
 UNREACHABLE = (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)
 MOST_BYTES = 64 << 20  # of an answer, which is held in memory
-MAX_RESTARTS = 3  # of a download whose files changed on the server
+PAGE_BYTES = 4 << 20  # of a file, the most in one answer
+SPAN = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)  # a Content-Range
 BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientHttpProxyError)
 
 
@@ -155,30 +156,30 @@ class ChatClient:
         """
         await self._send("DELETE", path)
 
-    async def download(self, path: str, params: dict[str, Any], file: BinaryIO) -> None:
-        """Writes what a route below `/v1` sends in pages; each page is tried again, also where it is late.
+    async def file_bytes(self, path: str, first: int, end: int, **params: Any) -> AsyncIterator[bytes]:
+        """The bytes of a file from `first` to before `end` or to its end, in parts.
+
+        Each part is asked for again as `chat` is, also where it is late.
 
         Args:
             path: below `/v1`, without a slash before it.
+            first: the first byte.
+            end: the byte after the last one.
             params: of the query.
-            file: an empty one. It is written anew where the download changes on the server between two pages.
 
         Raises:
-            RequestFailed: as of `chat`; or it is not sent in pages, or changes each time.
+            RequestFailed: as of `chat`; or an answer has other bytes.
         """
-        paging, restarts = Paging(), 0
-        while not paging.is_whole:
-            try:
-                page = await self._send("GET", path, params=params, headers=paging.headers)
-                file.write(paging.take(page.headers, page.content))
-            except NoPageError as error:
-                raise RequestFailed(str(error)) from error
-            except RequestFailed as failure:
-                if failure.error.get("code") != "download_changed" or restarts == MAX_RESTARTS:
-                    raise
-                paging, restarts = Paging(), restarts + 1
-                file.seek(0)
-                file.truncate()
+        while first < end:
+            # Compressed, a range would be of what is compressed.
+            asked = {"Range": f"bytes={first}-{min(end, first + PAGE_BYTES) - 1}", "Accept-Encoding": "identity"}
+            page = await self._send("GET", path, params=params, headers=asked)
+            span, size = SPAN.fullmatch(page.headers.get("Content-Range", "")), len(page.content)
+            if span is None or not size or (int(span[1]), int(span[2])) != (first, first + size - 1):
+                raise RequestFailed(f"the answer does not have the bytes of a file from {first} on")
+            yield page.content
+            first += size
+            end = min(end, int(span[3]))
 
     async def _send(self, method: str, path: str, **given: Any) -> httpx.Response:
         failures = misses = renewals = 0  # what counts as retries, what does not, and outages that it made longer

@@ -224,7 +224,7 @@ async def _work(
         if not config.inline_activations:
             return sample
         metas = [turn.activations for turn in sample.turns]
-        values = await sampled_values(client.download, metas, config.inline_activations)
+        values = await sampled_values(client, metas, config.inline_activations)
         return sample.model_copy(update={"activations": values or None})
 
     async def worker() -> None:

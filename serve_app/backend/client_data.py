@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from deployments.accounts import Account
+from deployments.activations.filters import FilePart
 from serve_app.backend.waiting import stored
 from serve_app.http.errors import ApiError
-from serve_app.http.ranges import Download
+from serve_app.http.ranges import Read
 
 
 class ClientData:
@@ -35,14 +36,15 @@ class ClientData:
         """The description of an item."""
         return self._there(name, await self.ask("get", name, account, *more))  # type: ignore[no-any-return]
 
-    async def file(self, account: Account, name: str) -> Download:
-        """An item as a file."""
-        found = await self.get(account, name)
+    def file(self, account: Account, name: str) -> Read:
+        """Reads an item as a file."""
 
-        async def read(first: int, end: int) -> bytes:
-            return self._there(name, await self.ask("read", name, account, first, end))  # type: ignore[no-any-return]
+        async def read(first: int, end: int) -> FilePart:
+            found = await self.get(account, name)
+            data = self._there(name, await self.ask("read", name, account, first, end))
+            return FilePart(data, first, found["bytes"])
 
-        return Download(found["id"], found["bytes"], read)
+        return read
 
     async def delete(self, account: Account, name: str, *more: str | None) -> None:
         """Delete an item; it is deleted when this returns. RequestError if only an admin may do so."""

@@ -36,7 +36,7 @@ AGAIN_S = 1.0  # before another replica gets a request that a replica with an en
 
 DEPLOYMENT = "ModelReplica"
 
-# Prepares a job for another replica after one that may have begun it ended; None if it cannot be asked again.
+# Prepares a job for another replica after one that may have started it ended; None if it cannot be asked again.
 Restart = Callable[[Job], Awaitable[Job | None]]
 
 # Errors of a call whose replica ends: Ray's, and gRPC's UNAVAILABLE, because messages travel by gRPC.

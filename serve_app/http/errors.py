@@ -42,7 +42,6 @@ TYPES = {
     405: "invalid_request_error",
     409: "invalid_request_error",
     410: "not_found_error",
-    412: "invalid_request_error",
     413: "invalid_request_error",
     416: "invalid_request_error",
     429: "rate_limit_error",

@@ -28,7 +28,6 @@ NO_KEY = (
 NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send their key
 # nnsight's clients fetch results without a key; the address contains a token that only the job's client has.
 RESULT = re.compile(r"/response/[0-9a-f]{32}/result")
-LINK = re.compile(r"/v1/activations/download/[A-Za-z0-9_-]{43}")  # the same: a browser's own downloads send no key
 BEARER = HTTPBearer(auto_error=False, description="One of the operator's API keys.")  # for the documentation
 
 
@@ -66,7 +65,7 @@ class Guard:
             scheme, key = b"bearer", headers.get(NNSIGHT, b"")
         caller = self._keys.caller(key.strip()) if scheme.lower() == b"bearer" else None
         path = path_of(scope)
-        if caller is None and (path in OPEN or RESULT.fullmatch(path) or LINK.fullmatch(path)):
+        if caller is None and (path in OPEN or RESULT.fullmatch(path)):
             return Caller(Role.USE)
         return caller
 

@@ -2,7 +2,7 @@
 
 const ROOT = new URL(".", location.href.split("#")[0]); // the server may have a path prefix
 const KEY = "vitrine-key";
-const PAGE = 4 << 20; // bytes of a page of a download
+const PAGE = 4 << 20; // bytes of a file, the most in one answer
 const MOST_DOWNLOAD = 2 ** 31; // bytes gathered in the browser
 
 /** Emits `away` and `back` (the server's state), and `nokey` (it requires a key). */
@@ -102,25 +102,23 @@ async function broken(step) {
   }
 }
 
-/** All bytes of a download, fetched in pages with the key in a header. The browser may keep them on disk. */
-export async function bytes(path, query, { signal, progress = () => {} } = {}) {
+/** The bytes of a file from `first` to before `end`, fetched in ranges. The browser may keep them on disk. */
+export async function bytes(path, query, { signal, first = 0, end = Infinity, progress = () => {} } = {}) {
   const pages = [];
-  let have = 0;
-  let tag = null;
-  for (;;) {
-    const headers = { Range: `bytes=${have}-${have + PAGE - 1}`, ...(tag ? { "If-Match": tag } : {}) };
+  for (let have = first; have < end; ) {
+    const headers = { Range: `bytes=${have}-${Math.min(have + PAGE, end) - 1}` };
     const answer = await send("GET", path, { query, headers, signal });
     const page = await broken(() => answer.blob());
-    const whole = Number(/\/(\d+)$/.exec(answer.headers.get("Content-Range") ?? "")?.[1] ?? page.size);
-    if (whole > MOST_DOWNLOAD) {
-      throw new ApiError(`It has ${whole} bytes: too much for a browser. Use \`python -m deployments.activations pull\`.`);
+    end = Math.min(end, Number(/\/(\d+)$/.exec(answer.headers.get("Content-Range") ?? "")?.[1] ?? page.size));
+    if (end - first > MOST_DOWNLOAD) {
+      throw new ApiError(`It has ${end - first} bytes: too much for a browser. Use \`python -m deployments.activations pull\`.`);
     }
     pages.push(page);
     have += page.size;
-    tag = answer.headers.get("ETag");
-    progress(have, whole);
-    if (have >= whole || !page.size) return new Blob(pages, { type: "application/octet-stream" });
+    progress(have - first, end - first);
+    if (!page.size) break;
   }
+  return new Blob(pages, { type: "application/octet-stream" });
 }
 
 /** Whether the server answers. */

@@ -82,14 +82,14 @@ export function view(app) {
 
   async function fromStored({ session, run: id, model }, point, signal) {
     const where = { session_id: session, run_id: id };
-    const { tensors: found } = await stored(where, [point], signal);
+    const found = await stored(where, [point], signal);
     const ids = [...found.token_id.values];
     const { texts } = await textsOf(model, ids, signal);
     const { shape, values } = found[point];
     const [, heads, widest] = shape;
     const lengths = found[`${point}.lengths`].values;
     const start = (which, row) => (row * heads + which) * widest;
-    code.note("The stored pattern", storedQuery(where, [point]));
+    code.note("The stored pattern", storedQuery(where));
     return { model, ids, texts, first: found.position.values[0], heads, at: (which, row) => values.subarray(start(which, row), start(which, row) + lengths[row]) };
   }
 

@@ -35,8 +35,7 @@ export function asPython({ method, path, query, body }) {
     lines.push(`body = ${python(body)}`);
     given.push("json=body");
   }
-  const take = query?.format ? `open("run.${query.format}", "wb").write(answer.raise_for_status().content)` : "print(answer.json())";
-  lines.push(`answer = httpx.${method.toLowerCase()}(${[...given, "timeout=600"].join(", ")})`, take);
+  lines.push(`answer = httpx.${method.toLowerCase()}(${[...given, "timeout=600"].join(", ")})`, "print(answer.json())");
   return lines.join("\n");
 }
 
@@ -45,7 +44,6 @@ const shell = (text) => `'${text.replace(/'/g, "'\\''")}'`;
 /** A request as a shell command. */
 export function asCurl({ method, path, query, body }) {
   const parts = [`curl -s ${method === "GET" || method === "POST" ? "" : `-X ${method} `}${shell(String(address(path, query)))}`];
-  if (query?.format) parts.push(`-o run.${query.format}`);
   if (key.get()) parts.push('-H "Authorization: Bearer $VITRINE_API_KEY"');
   if (body) parts.push("-H 'Content-Type: application/json'", `-d ${shell(json(body))}`);
   return parts.join(" \\\n  ");

@@ -1,37 +1,34 @@
-// Downloads of stored runs: by a link for one use, which the browser fetches itself; larger ones in pages.
+// Downloads of stored runs as Arrow files, with the key in a header.
 
-import { address, bytes, call } from "./api.js";
-import { button, choose, h } from "./dom.js";
+import { bytes, get } from "./api.js";
+import { button, h } from "./dom.js";
+import { fileOf } from "./recompute.js";
 import { work } from "./work.js";
 
-const FORMATS = { arrow: "arrows", safetensors: "safetensors", npz: "npz", pt: "pt" };
-
-/** A button that downloads a session or one of its runs, its Stop, and a choice of format; errors are shown in `trouble`. */
+/** A button that downloads the files of a session, or the one that has a run, and its Stop; errors are shown in `trouble`. */
 export function downloads(session, run, trouble) {
-  const format = choose(Object.keys(FORMATS).map((one) => [one]), { "aria-label": "Format" });
   const start = button("Download", async () => {
-    const path = `v1/activations/session/${encodeURIComponent(session)}/data`;
-    const query = { run, format: format.value };
-    const progress = (have, whole) => (start.textContent = `${Math.round((100 * have) / whole)}%`);
     await loading.run(async (signal) => {
-      if (!(await linked(path, query, signal))) save(await bytes(path, query, { signal, progress }), `${run || session}.${FORMATS[query.format]}`);
+      const files = await filesOf(session, run, signal);
+      for (const [i, [name, file]] of files.entries()) {
+        const progress = (have, whole) => (start.textContent = `${Math.round((100 * (i + have / whole)) / files.length)}%`);
+        save(await bytes(...file, { signal, progress }), name);
+      }
     });
     start.textContent = "Download";
   });
   const loading = work({ trouble, starts: start, what: "the download" });
-  return [start, loading.stop, format];
+  return [start, loading.stop];
 }
 
-/** Lets the browser download by a link; false if the download is too large for one. */
-async function linked(path, query, signal) {
-  try {
-    const made = await call("POST", path, { query, signal });
-    // With `download`, an error answer does not replace the page.
-    h("a", { href: address(made.path.slice(1)), download: "" }).click();
-    return true;
-  } catch (error) {
-    if (error.code === "link_too_large") return false;
-    throw error;
+/** The files that have a session's runs, or one of them: each one's name, and what `bytes` needs for it. */
+async function filesOf(session, run, signal) {
+  const found = new Map();
+  for (let after = ""; ; ) {
+    const { data, has_more: more } = await get("v1/activations/runs", { session, run, limit: 1000, after }, signal);
+    for (const one of data) found.set(`${one.owner ?? ""}/${one.file}`, [one.file, fileOf(one)]);
+    if (!more) return [...found.values()];
+    after = data.at(-1).run_id;
   }
 }
 

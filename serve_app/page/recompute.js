@@ -1,6 +1,7 @@
 // Requests over a text with known tokens, a piece at a time.
 
 import { bytes, get, post, stream } from "./api.js";
+import { columns } from "./arrow.js";
 import { rowsOf, tensors } from "./tensors.js";
 
 const LIMITS = new Set(["capture_too_large", "logit_lens_too_large", "readouts_too_large"]);
@@ -168,33 +169,33 @@ async function inParts(positions, isOne, read) {
 
 export const isTooLarge = (error) => LIMITS.has(error?.code);
 
-/** The request for points of a stored run. */
-export const storedQuery = ({ session_id: session, run_id: run }, points) => ({
-  method: "GET",
-  path: `v1/activations/session/${encodeURIComponent(session)}/data`,
-  query: { run, points, format: "safetensors" },
-});
+/** The request that says where a stored run lies. */
+export const storedQuery = ({ session_id: session, run_id: run }) => ({ method: "GET", path: "v1/activations/runs", query: { session, run } });
 
-/** Points of a stored run: the rows, or an attention pattern `[tokens, heads, widest]` with its lengths. */
+/** What `bytes` needs for the file of a run that the server lists. */
+export const fileOf = ({ session_id: session, file, owner }) => [
+  `v1/activations/session/${encodeURIComponent(session)}/files/${encodeURIComponent(file)}`,
+  owner ? { owner } : {},
+];
+
+/** Points of a stored run by name, as in `arrow.js`, with `position` and `token_id`. */
 export async function stored(run, points, signal) {
-  const { path, query } = storedQuery(run, points);
-  return tensors(await bytes(path, query, { signal }));
+  const { path, query } = storedQuery(run);
+  const { data } = await get(path, query, signal);
+  if (!data.length) throw new Error(`The session ${run.session_id} has no run ${run.run_id} any more.`);
+  return columns(data[0], points, async (first, end) => (await bytes(...fileOf(data[0]), { signal, first, end })).arrayBuffer());
 }
 
-/** The stored tokens of a run, read with its smallest point. */
+/** The stored tokens of a run. */
 export async function storedTokens(facts, signal) {
-  const names = Object.keys(facts.points);
-  const least = names.toSorted((a, b) => volume(facts.points[a]) - volume(facts.points[b]))[0];
-  const { tensors: found } = await stored(facts, [least], signal);
+  const found = await stored(facts, [], signal);
   const [ids, positions] = [[...found.token_id.values], [...found.position.values]];
-  return { names, ids, positions, isWhole: positions.length === facts.tokens };
+  return { names: Object.keys(facts.points), ids, positions, isWhole: positions.length === facts.tokens };
 }
-
-const volume = ({ shape }) => shape.slice(1).reduce((product, one) => product * (one ?? 1e6), 1);
 
 /** A stored run's token ids and the rows of a point at them. */
 export async function storedRows(run, point, signal) {
-  const { tensors: found } = await stored(run, [point], signal);
+  const found = await stored(run, [point], signal);
   return { ids: [...found.token_id.values], positions: [...found.position.values], rows: rowsOf(found[point]) };
 }
 

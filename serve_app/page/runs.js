@@ -115,7 +115,7 @@ export function view(app) {
     const row = (one) => {
       const box = h("input", { type: "checkbox", "aria-label": `Compare ${one.run_id}`, onchange: () => (compare.disabled = [...boxes.values()].filter(({ checked }) => checked).length !== 2) });
       boxes.set(one.run_id, box);
-      return [box, button(one.run_id, () => (pins.write(), openRun(one.run_id)), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), h("span", { class: "words" }, tagsOf(one)), one.available === false ? "on a node that is away" : one.finish_reason ?? ""];
+      return [box, button(one.run_id, () => (pins.write(), openRun(one.run_id)), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), h("span", { class: "words" }, tagsOf(one)), one.finish_reason ?? ""];
     };
     const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
     listed = session;

@@ -1,6 +1,7 @@
 // safetensors files, read in the browser.
 
-const READS = {
+/** Values of a dtype as numbers, by safetensors' name of it. */
+export const READS = {
   F32: (data) => new Float32Array(data),
   F64: (data) => Float32Array.from(new Float64Array(data)),
   F16: (data) => Float32Array.from(new Uint16Array(data), half),

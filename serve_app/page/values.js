@@ -24,7 +24,7 @@ export async function valuesOf(text, count, { chosen, point, direction }, { note
   /** Rows at `wanted`, as stored in the run; otherwise the model runs the text again. */
   const taken = async (column, body, compute) => {
     if (run?.points?.[column]) {
-      note(storedQuery(run, [column]));
+      note(storedQuery(run));
       const found = await storedRows(run, column, signal);
       return wanted.map((at) => found.rows[found.positions.indexOf(at)]);
     }

@@ -1,19 +1,17 @@
-"""Stored activations: sessions, runs, and downloads of them."""
+"""Stored activations: sessions, their runs, and their files."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 
 import serve_app.openapi_examples as examples
 from deployments.activations.facts import check_session_id
-from deployments.activations.filters import Choice, Filter
+from deployments.activations.filters import Filter
 from deployments.errors import RequestError
-from serve_app.http.middleware import BYTES
 from serve_app.http.ranges import Ranged, page
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
@@ -21,7 +19,7 @@ from serve_app.routes.parameters import Id, PathId, listed
 
 FINITE: dict[str, Any] = {"allow_inf_nan": False}
 MOST_TAGS = 32  # in a filter: SQLite's expressions may be 1,000 deep
-MOST_NAMES = 1000  # runs or points in one request
+MOST_NAMES = 1000  # runs in one request
 Names = Annotated[str, Query(max_length=1 << 16)]  # separated by commas
 
 
@@ -58,25 +56,11 @@ def tag_pairs(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, _, value in pairs)
 
 
-DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
-
-
-async def _choice(
-    session_id: SessionId,
-    run: Annotated[
-        list[Names] | None,
-        Query(description="Ids of runs, repeated or separated by commas; all by default.", max_length=MOST_NAMES),
-    ] = None,
-    points: Annotated[
-        list[Names] | None, Query(description="Names of points, likewise; all by default.", max_length=MOST_NAMES)
-    ] = None,
-    format: DataFormat = "arrow",
-) -> Choice:
-    return Choice(session_id, _apart(run, "run"), _apart(points, "points"), format)
-
-
 Filtered = Annotated[Filter, Depends(_filter)]
-Chosen = Annotated[Choice, Depends(_choice)]
+Owner = Annotated[
+    Id | None,
+    Query(description="Whose session; for admins, where several owners have one of that name. Empty: nobody's."),
+]
 
 
 activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
@@ -90,7 +74,7 @@ async def sessions(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Id | None = None,
 ) -> dict[str, Any]:
-    """List stored sessions in the order of their ids: `limit` of them, after the id `after`.
+    """List stored sessions in the order of their ids: `limit` of them, after the id `after`, which may be `id@owner`.
 
     With filters, list sessions with a run that matches all of them; the numbers then count only matching runs.
     """
@@ -112,79 +96,57 @@ async def runs(
     return listed(await backend.runs(who, filter, limit + 1, after), limit)
 
 
-@activations.get("/session/{session_id}", responses=examples.SESSION | errors(404))
+@activations.get("/session/{session_id}", responses=examples.SESSION | errors(404, 409))
 async def session(
     session_id: SessionId,
     backend: AppBackend,
     who: CallerAccount,
     limit: Annotated[int, Query(ge=1, le=1000, description="Of its runs.")] = 100,
     after: Annotated[Id | None, Query(description="The id of the last run of the previous page.")] = None,
+    owner: Owner = None,
 ) -> dict[str, Any]:
     """Show one session: its runs, the oldest first, with points and shapes, and the files of these runs."""
-    return await backend.session(who, session_id, limit, after)
+    return await backend.session(who, session_id, limit, after, owner)
 
 
-@activations.head("/session/{session_id}/data", include_in_schema=False)
+@activations.head("/session/{session_id}/files/{name}", include_in_schema=False)
 @activations.get(
-    "/session/{session_id}/data",
+    "/session/{session_id}/files/{name}",
     response_class=Response,
-    responses=examples.DATA | examples.IS_GONE | errors(404, 429),
+    responses=examples.FILE | examples.IS_ARCHIVED | errors(404, 409),
 )
-async def session_data(chosen: Chosen, backend: AppBackend, who: CallerAccount, asked: Ranged) -> Response:
-    """Download stored runs page by page: an Arrow IPC stream, or a file of named tensors."""
-    return await page(asked, await backend.data(who, chosen, asked.tag), *file_of(chosen))
+async def session_file(
+    session_id: SessionId, name: PathId, backend: AppBackend, who: CallerAccount, asked: Ranged, owner: Owner = None
+) -> Response:
+    """Download bytes of one of a session's Arrow files: a run's `file`, from its `offset` on, `bytes` of them."""
+    return await page(asked, backend.file(who, session_id, name, owner), examples.ARROW)
 
 
 @activations.delete("/session/{session_id}", responses=examples.DELETED | examples.IS_PINNED | errors(404))
 async def delete_session(
-    session_id: SessionId, backend: AppBackend, who: CallerAccount, answer: Response
+    session_id: SessionId, backend: AppBackend, who: CallerAccount, owner: Owner = None
 ) -> dict[str, Any]:
-    """Delete a session that is not pinned; its files are gone when this answers 200.
-
-    It is not listed any more in either case. With 202, nodes that are away delete their part when they come back.
-    """
-    deleted = {"id": session_id, "object": "session", "deleted": True}
-    if away := await backend.delete_session(who, session_id):
-        answer.status_code = 202
-        return {**deleted, "deleted": False, "waits_for": away}
-    return deleted
+    """Delete a session that is not pinned; its files are gone when this answers."""
+    await backend.delete_session(who, session_id, owner)
+    return {"id": session_id, "object": "session", "deleted": True}
 
 
-@activations.put("/session/{session_id}/pin", responses=examples.PINNED | errors(404))
-async def pin_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+@activations.put("/session/{session_id}/pin", responses=examples.PINNED | errors(404, 409))
+async def pin_session(
+    session_id: SessionId, backend: AppBackend, who: CallerAccount, owner: Owner = None
+) -> dict[str, Any]:
     """Pin a session, so that neither a request nor a limit of the store deletes it."""
-    await backend.pin_session(who, session_id, True)
+    await backend.pin_session(who, session_id, True, owner)
     return {"id": session_id, "object": "session", "pinned": True}
 
 
-@activations.delete("/session/{session_id}/pin", responses=examples.UNPINNED | errors(404))
-async def unpin_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+@activations.delete("/session/{session_id}/pin", responses=examples.UNPINNED | errors(404, 409))
+async def unpin_session(
+    session_id: SessionId, backend: AppBackend, who: CallerAccount, owner: Owner = None
+) -> dict[str, Any]:
     """Remove a session's pin, if it has one."""
-    await backend.pin_session(who, session_id, False)
+    await backend.pin_session(who, session_id, False, owner)
     return {"id": session_id, "object": "session", "pinned": False}
-
-
-@activations.put("/session/{session_id}/shared", responses=examples.SHARED | errors(404))
-async def share_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """Let every key list, read and download a session; only its owner may change it."""
-    await backend.share_session(who, session_id, True)
-    return {"id": session_id, "object": "session", "shared": True}
-
-
-@activations.delete("/session/{session_id}/shared", responses=examples.UNSHARED | errors(404))
-async def unshare_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """Stop sharing a session: only its owner and admins may read it."""
-    await backend.share_session(who, session_id, False)
-    return {"id": session_id, "object": "session", "shared": False}
-
-
-def file_of(choice: Choice) -> tuple[str, dict[str, str]]:
-    """The media type of a download, and the header with its file name."""
-    stem = choice.runs[0] if choice.runs and len(choice.runs) == 1 else choice.session_id
-    stem = re.sub(r"[^\w.-]", "_", stem, flags=re.ASCII)
-    is_arrow = choice.format == "arrow"
-    name = f"{stem}.{'arrows' if is_arrow else choice.format}"
-    return examples.ARROW if is_arrow else BYTES, {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def _checked(session_id: str, field: str) -> str:

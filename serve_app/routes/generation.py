@@ -32,7 +32,7 @@ PROFILE = "X-Intervention-Profile"  # of an answer: the profile that was used, w
 openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=JsonRoute)
 
 
-GENERATION = examples.IS_GONE | errors(403, 404, 429, 504)
+GENERATION = examples.IS_ARCHIVED | errors(404, 429, 504)
 
 
 @openai.post("/v1/chat/completions", responses=examples.CHAT | GENERATION)
@@ -111,9 +111,7 @@ async def _job(
         readouts=tuple(body.readouts or ()),
         stop_when=body.stop_when,
         report=body.report,
-        session_id=body.session_id
-        or by_headers.session_id
-        or "-".join(filter(None, [f"auto-{datetime.now(UTC):%Y-%m-%d}", who.owner])),
+        session_id=body.session_id or by_headers.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",
         **own,
     )
     job = await backend.profiles.applied(job, body.intervention_profile, body.model, body.capture, storing)
@@ -131,7 +129,6 @@ async def _job(
 
 async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prompts: int) -> Response:
     model = await backend.models.find(body.model)
-    job = await backend.admitted(job)
     answer = Answer(kind, job.id, body.model, prompts * body.sequences, body.sequences, body.choices)
     headers = {PROFILE: job.profile} if job.profile else {}
     if not body.stream:

@@ -48,7 +48,7 @@ async def retrieve_readout(name: PathId, backend: AppBackend, who: CallerAccount
 @readouts.get("/{name}/file", response_class=Response, responses=examples.TENSOR_FILE | errors(404))
 async def readout_file(name: PathId, backend: AppBackend, who: CallerAccount, asked: Ranged) -> Response:
     """A readout's file page by page: safetensors with its tensors, and what it is as the metadata `spec`."""
-    return await page(asked, await backend.readouts.file(who, name), BYTES)
+    return await page(asked, backend.readouts.file(who, name), BYTES)
 
 
 @readouts.delete("/{name}", responses=examples.READOUT_DELETED | errors(404))

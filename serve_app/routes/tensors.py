@@ -37,7 +37,7 @@ async def tensor_files(
 @tensors.get("/{tensor_id}", response_class=Response, responses=examples.TENSOR_FILE | errors(404))
 async def tensor_file(tensor_id: PathId, backend: AppBackend, who: CallerAccount, asked: Ranged) -> Response:
     """Download a tensor file as it was sent, page by page."""
-    return await page(asked, await backend.tensors.file(who, tensor_id), BYTES)
+    return await page(asked, backend.tensors.file(who, tensor_id), BYTES)
 
 
 @tensors.delete("/{tensor_id}", responses=examples.TENSORS_DELETED | errors(404))

@@ -99,7 +99,7 @@ def test_writing_is_measured_beside_the_disk_and_leaves_nothing(tmp_path):
     _, found = run("activations.writing", results, *options)
     (case,) = found["cases"].values()
     required = {"writer / disk", "writer, long / disk"}
-    told = {"writer, small / disk", "disk, summed / disk", "writer / disk, summed"}
+    told = {"writer, small / disk", "writer, apart / disk", "disk, summed / disk", "writer / disk, summed"}
     assert set(case["writing"]["ratios"]) == required | told
     assert [item.name for item in tmp_path.iterdir()] == ["results"]
 

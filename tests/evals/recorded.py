@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 from evals.results.results import read_samples
@@ -20,7 +20,7 @@ def says(store: Path, session: str, point: str = POINT) -> Any:
     """What an answer says of its run, by the run's id, before there is one."""
 
     def meta(run_id: str) -> dict[str, Any]:
-        at = {"uri": f"{(store / session).as_uri()}/1.arrow", "first_row": 0, "shape": [9, 4], "dtype": "float32"}
+        at = {"uri": f"{(store / '_' / session).as_uri()}/1.arrow", "first_row": 0, "shape": [9, 4], "dtype": "float32"}
         run = {"index": 0, "run_id": run_id, "tokens": 90, "prompt_tokens": 70, "points": {point: at}}
         return {"session_id": session, "status": "stored", "runs": [run]}
 
@@ -48,7 +48,7 @@ def record(
 ) -> None:
     """Stores a run for each that the samples name, a token for each three characters; of these the `last` ones."""
     store.mkdir(exist_ok=True)
-    writer = Writer(store, Catalogue())
+    writer = Writer(store, Index.scanned(store))
     for sample in read_samples(results):
         for turn, run in enumerate(sample.runs):
             session = str((sample.turns[turn].activations or {})["session_id"])

@@ -9,18 +9,17 @@ from typing import Any, Self
 
 import torch
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.export.downloads import Readings
-from deployments.activations.facts import RunFacts, SegmentFacts
-from deployments.activations.filters import Choice
+from deployments.activations.facts import RunFacts, SegmentFacts, SessionName
+from deployments.activations.filters import FilePart, Filter
+from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
 from serve_app.http.errors import install
-from serve_app.http.ranges import Download, Ranged, page
+from serve_app.http.ranges import Ranged, page
 
 SESSION = "evaluated"
 Points = dict[str, torch.Tensor] | dict[str, torch.Tensor | Patterns]
@@ -34,23 +33,23 @@ class Store:
         directory.mkdir()
         self.directory = directory
         self.last_session = SESSION  # of a chat
-        self.refuse = 0  # so many requests for data get `status`
+        self.refuse = 0  # so many requests for bytes get `status`
         self.refuse_pages = 0  # so do so many for the list of runs
         self.status = 503
         self.cut = 0  # so many of the next ones get half of an answer
         self.cuts = set[int]()  # so do those of these numbers, from 1
-        self.moves = set[int]()  # before those of these numbers the session changes
+        self.sends: Callable[[bytes], bytes] = lambda data: data  # what a file's bytes are made of
         self.lists: Callable[[dict[str, Any]], Any] = lambda page: page  # what a page of runs is made of
-        self.requests: list[dict[str, Any]] = []
+        self.requests: list[str] = []  # the ranges of those for bytes of files
         self.chats: Callable[[], Points] = lambda: points(1, 4)  # what a chat records
         self.says: Callable[[dict[str, Any]], Any] = lambda meta: meta  # what its answer makes of activations_meta
-        self._catalogue = Catalogue()
-        self._writer = Writer(directory, self._catalogue)
-        self._readings = Readings(self._catalogue)
+        self._index = Index.scanned(directory)
+        self._writer = Writer(directory, self._index)
         app = FastAPI()
         install(app)
         app.get("/v1/activations/session/{session}")(self._session)
-        app.get("/v1/activations/session/{session}/data")(self._data)
+        app.get("/v1/activations/session/{session}/files/{name}")(self._file)
+        app.get("/v1/activations/runs")(self._runs)
         app.delete("/v1/activations/session/{session}")(self._delete)
         app.post("/v1/chat/completions")(self._chat)
         self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
@@ -98,15 +97,20 @@ class Store:
         if self.refuse_pages:
             self.refuse_pages -= 1
             return _error(self.status, "the store does not answer")
-        found = self._catalogue.session(session, limit, after)
+        found = self._index.session(SessionName(None, session), limit, after)
         if found is None:
             return _error(404, f"there is no session {session!r}", "session_not_found")
         last = found["runs"][-1]["run_id"] if found["runs"] else after
-        behind = self._catalogue.session(session, 1, last)
-        return JSONResponse(self.lists(found | {"has_more": bool(behind and behind["runs"])}))
+        behind = self._index.session(SessionName(None, session), 1, last)
+        return JSONResponse(
+            self.lists(
+                _plain(found)
+                | {"runs": [_plain(run) for run in found["runs"]], "has_more": bool(behind and behind["runs"])}
+            )
+        )
 
     def _delete(self, session: str) -> Response:
-        if not self._writer.delete(session).result():
+        if not self._writer.delete(SessionName(None, session)).result():
             return _error(404, f"there is no session {session!r}", "session_not_found")
         return JSONResponse({"id": session, "deleted": True})
 
@@ -120,32 +124,32 @@ class Store:
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
         return JSONResponse({"choices": choices, "usage": usage, "activations_meta": self.says(meta)})
 
-    async def _data(self, session: str, request: Request, ranged: Ranged) -> Response:
-        asked = request.query_params
-        self.requests.append(dict(asked) | {"run": asked.getlist("run"), "points": asked.getlist("points")})
-        self.requests[-1]["range"] = request.headers.get("range")
+    def _runs(self, run: str, limit: int) -> Response:
+        found = self._index.runs(Filter(runs=tuple(run.split(","))), limit)
+        return JSONResponse({"data": [_plain(one) for one in found], "has_more": False})
+
+    async def _file(self, session: str, name: str, ranged: Ranged) -> Response:
+        self.requests.append(ranged.range or "")
         if self.refuse:
             self.refuse -= 1
             return _error(self.status, "the store does not answer")
-        runs, points = tuple(asked.getlist("run")) or None, tuple(asked.getlist("points")) or None
-        choice = Choice(session, runs, points, asked.get("format", "arrow"))
-        found = self._readings.find(choice)
-        if found is None:
-            return _error(404, f"there is no session {session!r}", "session_not_found")
-        tag = found.tag
-        if len(self.requests) in self.moves:
-            found = found._replace(tag=f"moved-{len(self.requests)}")
+        path = self.directory / "_" / session / name
+        if not path.exists():
+            return _error(404, f"there is no file {name!r}", "file_not_found")
         cut, self.cut = self.cut or len(self.requests) in self.cuts, max(self.cut - 1, 0)
 
-        async def read(first: int, end: int) -> bytes:
-            return self._readings.page(choice, tag, first, end)
+        async def read(first: int, end: int) -> FilePart:
+            return FilePart(self.sends(path.read_bytes())[first:end], first, path.stat().st_size)
 
-        answer = await page(ranged, Download(*found, read), "application/vnd.apache.arrow.stream")
+        answer = await page(ranged, read, "application/vnd.apache.arrow.file")
         if cut:
             size = int(answer.headers["content-length"])
-            half = await read(0, size // 2)
-            return StreamingResponse(iter([half]), answer.status_code, answer.headers)
+            return StreamingResponse(iter([bytes(size // 2)]), answer.status_code, answer.headers)
         return answer
+
+
+def _plain(run: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in run.items() if name != "owner"}
 
 
 def points(run: int, rows: int, *, layers: tuple[int, ...] = (0, 2, 4), width: int = 8) -> dict[str, torch.Tensor]:

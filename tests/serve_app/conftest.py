@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 
 import pytest
@@ -52,14 +53,14 @@ def restart_store(served, eventually):
     """`restart_store()` kills the store's process; another one has taken its place when it returns."""
     store = connect(str(served.home / "activations"))
 
-    def hold():
+    def process():
         with contextlib.suppress(ray.exceptions.RayActorError):  # until it is up again
-            return ray.get(store.place.remote()).hold
+            return ray.get(store.__ray_call__.remote(lambda _: os.getpid()))
 
     def restart():
-        before = hold()
+        before = process()
         ray.kill(store, no_restart=False)  # returns before the process has ended
-        eventually(hold, lambda now: now not in (None, before))
+        eventually(process, lambda now: now not in (None, before))
 
     return restart
 

@@ -45,9 +45,9 @@ def problems(count: int) -> list[dict[str, Any]]:
 def store(served: Served) -> Iterator[Path]:
     """Of the server that runs in the cluster: every test stores to it, and its sessions are deleted afterwards."""
     directory = served.home / "activations"
-    before = {path.name for path in directory.glob("[!.]*")}
+    before = {path.name for path in directory.glob("_/*")}
     yield directory
-    for session in {path.name for path in directory.glob("[!.]*")} - before:
+    for session in {path.name for path in directory.glob("_/*")} - before:
         httpx.delete(f"{served.base_url}/activations/session/{session}", timeout=60).raise_for_status()
 
 
@@ -82,7 +82,7 @@ def test_what_is_stored_of_each_example_and_what_cannot_be_is_named_and_left_out
     data = lines(tmp_path / "d.jsonl", rows)
     found = collect(data, session=session, points=POINTS, on_error="skip", progress=seen.append, **way)
 
-    stored = by_id(store / session)
+    stored = by_id(store / "_" / session)
     # The fortieth is the first again.
     assert found == Collected(session, 40, 2, found.tokens, found.seconds, found.tokens_per_second, 1)
     failures = [text for outcome in seen for text in outcome.failures]
@@ -102,7 +102,7 @@ def test_what_is_stored_of_each_example_and_what_cannot_be_is_named_and_left_out
     tokens = AutoTokenizer.from_pretrained(WEIGHTS)(rows[6]["prompt"], return_tensors="pt")
     with torch.inference_mode():
         states = model(**tokens, output_hidden_states=True).hidden_states
-    rows_of = load(store / session, run.run_id)
+    rows_of = load(store / "_" / session, run.run_id)
     assert rows_of["layers.0.output"].shape == (1, model.config.hidden_size), "the prompt's last token alone"
     torch.testing.assert_close(rows_of["layers.0.output"].float(), states[1][0, -1:], atol=1e-4, rtol=1e-4)
 
@@ -110,10 +110,10 @@ def test_what_is_stored_of_each_example_and_what_cannot_be_is_named_and_left_out
 def test_the_same_command_again_stores_nothing(served: Served, store: Path) -> None:
     given: dict[str, Any] = {"session": "again", "points": POINTS, "base_url": served.base_url}
     assert collect(problems(6), **given).runs == 6
-    stored = by_id(store / "again")
+    stored = by_id(store / "_" / "again")
     again = collect(problems(6), **given)
     assert (again.runs, again.already_stored, again.tokens_per_second) == (0, 6, 0.0)
-    assert by_id(store / "again").keys() == stored.keys()
+    assert by_id(store / "_" / "again").keys() == stored.keys()
 
 
 @pytest.mark.parametrize("way", [pytest.param("model", marks=pytest.mark.long), "base_url"], indirect=True)
@@ -131,9 +131,9 @@ def test_the_first_example_that_cannot_be_stored_ends_the_command(served: Served
 def test_generated_tokens_are_recorded_where_they_are_asked_for(served: Served, store: Path) -> None:
     given: dict[str, Any] = {"tokens": "all", "max_tokens": 4, "base_url": served.base_url}
     collect(problems(3), session="generated", points=["norm.output"], **given)
-    for run in by_id(store / "generated").values():
+    for run in by_id(store / "_" / "generated").values():
         assert run.tokens > run.prompt_tokens
-        assert load(store / "generated", run.run_id)["norm.output"].shape[0] == run.tokens
+        assert load(store / "_" / "generated", run.run_id)["norm.output"].shape[0] == run.tokens
 
 
 @pytest.mark.long
@@ -145,7 +145,8 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
     command += ["--store", str(store), "--points", *POINTS]
     run = subprocess.Popen(command, cwd=ROOT, env=cluster.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
-        eventually(lambda: (store / "killed").is_dir() and any(True for _ in runs(store / "killed")), limit_s=120)
+        folder = store / "_" / "killed"
+        eventually(lambda: folder.is_dir() and bool(runs(folder)), limit_s=120)
     finally:
         run.send_signal(signal.SIGKILL)
         run.communicate()
@@ -156,7 +157,7 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
     assert told["already_stored"] > 0
     assert told["runs"] > 0, "it was killed before its end"
     assert told["runs"] + told["already_stored"] == 700
-    assert len(by_id(store / "killed")) == 700
+    assert len(by_id(store / "_" / "killed")) == 700
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import websocket
 from safetensors.torch import save
 
 from deployments.activations.actors.store import connect
+from deployments.activations.index.index import Index
 from deployments.activations.limits import Retention
 from tests.serve_app.keyed import OWNERS
 
@@ -93,19 +94,31 @@ def listed(ask, name, path=SESSIONS, key="id"):
 
 
 @pytest.mark.parametrize(
-    ("method", "rest"),
+    ("method", "rest", "missing"),
     [
-        ("GET", ""),
-        ("GET", "/data"),
-        ("DELETE", ""),
-        *[(way, f"/{what}") for way in ("PUT", "DELETE") for what in ("pin", "shared")],
+        ("GET", "", "session_not_found"),
+        ("GET", "/files/x.arrow", "file_not_found"),
+        ("DELETE", "", "session_not_found"),
+        ("PUT", "/pin", "session_not_found"),
+        ("DELETE", "/pin", "session_not_found"),
     ],
 )
-def test_a_session_of_another_key_is_as_if_it_did_not_exist(ask, mine, method, rest):
-    answers = [ask("bob", method, f"{SESSION}{session}{rest}") for session in ("mine", "none")]
-    assert [code(answer) for answer in answers] == [(404, "session_not_found")] * 2
+@pytest.mark.parametrize("query", ["", "?owner=alice"])
+def test_a_session_of_another_key_is_as_if_it_did_not_exist(ask, mine, method, rest, missing, query):
+    answers = [ask("bob", method, f"{SESSION}{session}{rest}{query}") for session in ("mine", "none")]
+    assert [code(answer) for answer in answers] == [(404, missing)] * 2
     assert answers[0].text == answers[1].text.replace("none", "mine")
     assert ask("alice", "GET", f"{SESSION}mine").json()["owner"] == "alice"
+
+
+def test_bytes_of_a_file_are_its_owners(ask, mine):
+    (run,) = [run for run in ask("alice", "GET", f"{SESSION}mine").json()["runs"] if run["run_id"] == mine]
+    path, part = f"{SESSION}mine/files/{run['file']}", {"Range": f"bytes=0-{run['bytes'] - 1}"}
+    assert code(ask("bob", "GET", path, headers=part)) == (404, "file_not_found")
+    answers = [ask("alice", "GET", path, headers=part), ask("root", "GET", f"{path}?owner=alice", headers=part)]
+    assert [answer.status_code for answer in answers] == [206, 206]
+    assert answers[0].content == answers[1].content
+    assert len(answers[0].content) == run["bytes"]
 
 
 def test_lists_hold_ones_own_sessions_and_runs_alone(ask, record, mine):
@@ -122,14 +135,22 @@ def test_lists_hold_ones_own_sessions_and_runs_alone(ask, record, mine):
     assert {mine, run} <= listed(ask, "root", "/v1/activations/runs", "run_id")
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"capture": CAPTURE | {"required": True}}])
-def test_nobody_records_into_a_session_of_another_key(ask, record, mine, fields):
-    answer = record("bob", "mine", **fields)
-    assert code(answer) == (403, "session_not_yours")
-    assert answer.json()["error"]["param"] == "session_id"
-    inline = record("bob", "mine", capture=CAPTURE | {"return": "inline"})
-    assert inline.json()["activations_meta"]["status"] == "inline"
-    assert [run["run_id"] for run in ask("alice", "GET", f"{SESSION}mine").json()["runs"]] == [mine]
+def test_sessions_of_two_keys_may_have_one_name(ask, record):
+    runs = {name: record(name, "both").json()["activations_meta"]["runs"][0]["run_id"] for name in ("alice", "bob")}
+    for name, run in runs.items():
+        shown = ask(name, "GET", f"{SESSION}both").json()
+        assert ([one["run_id"] for one in shown["runs"]], shown["owner"]) == ([run], name)
+        assert ask("root", "GET", f"{SESSION}both?owner={name}").json()["runs"] == shown["runs"]
+    for method, rest in (("GET", ""), ("DELETE", ""), ("PUT", "/pin")):
+        answer = ask("root", method, f"{SESSION}both{rest}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (409, "owner")
+    both = [one for one in ask("root", "GET", f"{SESSIONS}?after=bot").json()["data"] if one["id"] == "both"]
+    assert [one["owner"] for one in both] == ["alice", "bob"]
+    following = ask("root", "GET", f"{SESSIONS}?after=both@alice&limit=1").json()["data"]
+    assert [(one["id"], one["owner"]) for one in following] == [("both", "bob")]
+    assert ask("root", "DELETE", f"{SESSION}both?owner=alice").json()["deleted"]
+    assert code(ask("alice", "GET", f"{SESSION}both"))[0] == 404
+    assert ask("bob", "GET", f"{SESSION}both").status_code == 200
 
 
 def test_nobody_reads_a_run_of_another_key_by_putting_its_rows_in_the_place_of_others(complete, mine):
@@ -211,58 +232,44 @@ def test_an_admins_default_holds_for_everybody_with_tensors_that_nobody_else_may
         assert ask("root", "DELETE", "/v1/interventions/house").status_code == 200
 
 
-def test_a_shared_session_is_read_by_every_key_and_changed_by_its_owners(ask, record, complete):
-    run = record("alice", "open").json()["activations_meta"]["runs"][0]["run_id"]
-    assert ask("alice", "PUT", f"{SESSION}open/shared").json() == {"id": "open", "object": "session", "shared": True}
-    shown = ask("bob", "GET", f"{SESSION}open").json()
-    assert (shown["owner"], shown["shared"]) == ("alice", True)
-    assert "open" in listed(ask, "bob")
-    assert ask("bob", "GET", f"{SESSION}open/data?format=npz").status_code == 200
-    source = {"run_id": run, "tokens": "prompt_last"}
-    patch = [{"op": "replace", "point": POINT, "from": source, "tokens": "prompt_last"}]
-    assert complete("bob", interventions=patch).status_code == 200
-    assert code(record("bob", "open"))[0] == 403
-    for method, rest in (("DELETE", ""), ("PUT", "/pin"), ("DELETE", "/shared")):
-        assert code(ask("bob", method, f"{SESSION}open{rest}"))[0] == 404
-    assert ask("root", "DELETE", f"{SESSION}open/shared").json()["shared"] is False
-    assert code(ask("bob", "GET", f"{SESSION}open"))[0] == 404
-
-
-def test_an_owner_pins_and_deletes_and_an_admin_adds_to_what_stays_its_owners(ask, record):
+def test_an_owner_pins_and_deletes_and_so_does_an_admin(ask, record):
     record("alice", "whole")
-    assert record("root", "whole").json()["activations_meta"]["status"] == "stored"
-    shown = ask("alice", "GET", f"{SESSION}whole").json()
-    assert (len(shown["runs"]), shown["owner"]) == (2, "alice")
     assert ask("alice", "PUT", f"{SESSION}whole/pin").json()["pinned"]
     assert code(ask("alice", "DELETE", f"{SESSION}whole")) == (409, "session_pinned")
     assert code(ask("bob", "DELETE", f"{SESSION}whole")) == (404, "session_not_found")
     assert ask("root", "DELETE", f"{SESSION}whole/pin").json()["pinned"] is False
-    assert ask("alice", "DELETE", f"{SESSION}whole").json()["deleted"]
-    assert record("bob", "whole").json()["activations_meta"]["status"] == "stored"
+    assert ask("root", "DELETE", f"{SESSION}whole").json()["deleted"]
     assert code(ask("alice", "GET", f"{SESSION}whole"))[0] == 404
 
 
 def test_each_key_has_an_automatic_session_of_its_own(ask, record):
-    names = {name: record(name).json()["activations_meta"]["session_id"] for name in ("alice", "bob")}
-    for name, session in names.items():
-        assert session.startswith("auto-")
-        assert session.endswith(f"-{name}")
-        assert listed(ask, name) & set(names.values()) == {session}
-    assert code(record("bob", "auto-2100-01-01-alice")) == (403, "session_not_yours")
+    runs = {name: record(name).json()["activations_meta"] for name in ("alice", "bob")}
+    for name, meta in runs.items():
+        assert meta["session_id"].startswith("auto-20")
+        shown = [run["run_id"] for run in ask(name, "GET", f"{SESSION}{meta['session_id']}").json()["runs"]]
+        assert meta["runs"][0]["run_id"] in shown
+        assert not {other["runs"][0]["run_id"] for other in runs.values() if other is not meta} & set(shown)
 
 
 def test_what_was_recorded_without_keys_is_admins(ask, record, served):
     body = BODY | {"capture": CAPTURE, "session_id": "before-keys"}
-    assert httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()["activations_meta"]["runs"][0][
-        "run_id"
-    ]
-    told = httpx.get(f"{served.root}{SESSION}before-keys", timeout=60).json()
-    assert not {"owner", "shared"} & set(told)
+    answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()
+    assert answer["activations_meta"]["status"] == "stored"
+    assert "owner" not in httpx.get(f"{served.root}{SESSION}before-keys", timeout=60).json()
     assert code(ask("bob", "GET", f"{SESSION}before-keys"))[0] == 404
-    assert code(record("bob", "before-keys"))[0] == 403
     assert "before-keys" not in listed(ask, "bob")
-    assert ask("root", "GET", f"{SESSION}before-keys").json()["owner"] is None
+    for query in ("", "?owner="):
+        assert ask("root", "GET", f"{SESSION}before-keys{query}").json()["owner"] is None
     assert ask("root", "DELETE", f"{SESSION}before-keys").status_code == 200
+
+
+def test_the_files_say_whose_they_are(ask, record, served, mine):
+    record("bob", "bobs-own")
+    with closing(Index.scanned(served.home / "activations")) as index:
+        found = {(one["id"], one["owner"]) for one in index.sessions(100_000)}
+    told = ask("root", "GET", f"{SESSIONS}?limit=1000").json()["data"]
+    assert {("mine", "alice"), ("bobs-own", "bob")} <= found
+    assert {(one["id"], one["owner"]) for one in told} <= found
 
 
 def test_who_fills_the_store_evicts_nobody_elses_sessions(ask, record, limited, mine, served):

@@ -74,7 +74,7 @@ def test_a_directory_that_is_open_to_a_group_holds_what_the_group_reads(small_st
     for path, mode in written.items():
         assert mode & OTHERS == (0o050 if (activations / path).is_dir() else 0o040), path
     assert any(path.endswith(".arrow") for path in written)
-    assert any(path.endswith(".sqlite3") for path in written)
+    assert any(path.endswith(".json") for path in written)
 
 
 def test_rays_token_is_taken_from_everybody_else(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 from urllib.parse import quote, urlsplit
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from deployments.activations import load
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import RunFacts, SegmentFacts, names_a_session
+from deployments.activations.facts import RunFacts, SegmentFacts, SessionName, names_a_session
 from deployments.activations.limits import Retention
 from deployments.activations.segments.columns import to_batch
 from deployments.options import Options
@@ -106,15 +105,18 @@ def aged(served):
     return values
 
 
-def test_where_a_session_is_too_old_what_is_mapped_stays_and_a_download_is_whole_or_breaks_off(served, aged, limit):
-    rows = load(served.home / "activations" / "aged", "old")["p"]
-    with httpx.stream("GET", url(served, "aged", "/data"), timeout=60) as answer:
-        assert limit(now=0.0, max_session_age_s=1000.5) == []
-        assert limit(now=0.0, max_session_age_s=999.5) == ["aged"]
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            assert len(answer.read()) == int(answer.headers["content-length"])
+def test_where_a_session_is_too_old_what_is_mapped_stays_and_its_files_go(served, aged, limit):
+    folder = served.home / "activations" / "_" / "aged"
+    rows = load(folder, "old")["p"]
+    [run] = shown(served, "aged").json()["runs"]
+    part = {"Range": f"bytes=0-{run['bytes'] - 1}"}
+    path = url(served, "aged", f"/files/{run['file']}")
+    assert limit(now=0.0, max_session_age_s=1000.5) == []
+    assert httpx.get(path, headers=part, timeout=60).status_code == 206
+    assert limit(now=0.0, max_session_age_s=999.5) == [SessionName(None, "aged")]
     assert shown(served, "aged").status_code == 404
-    assert not (served.home / "activations" / "aged").exists()
+    assert httpx.get(path, headers=part, timeout=60).status_code == 404
+    assert not folder.exists()
     assert torch.equal(rows, aged)
 
 
@@ -126,15 +128,15 @@ def test_limits_are_options():
             Options(**{name: 0})
 
 
-ROUTES = [("GET", ""), ("DELETE", ""), ("PUT", "/pin"), ("DELETE", "/pin"), ("GET", "/data")]
+ROUTES = [("GET", ""), ("DELETE", ""), ("PUT", "/pin"), ("DELETE", "/pin"), ("GET", "/files/precious.arrow")]
 NAMES = [
     "..",
     "../..",
     "../outside",
     "/etc/passwd",
     "..\\outside",
-    ".pins",
-    ".retention",
+    ".limits.json",
+    ".profiles",
     ".deleted-1",
     "%2e%2e%2foutside",
 ]
@@ -157,8 +159,9 @@ def test_no_path_leads_out_of_the_store(served, route, name, as_path):
     outside = served.home / "outside"
     outside.mkdir(exist_ok=True)
     (outside / "precious.arrow").touch()
-    if not (root / "linked").is_symlink():
-        (root / "linked").symlink_to(outside)
+    (root / "_").mkdir(exist_ok=True)
+    if not (root / "_" / "linked").is_symlink():
+        (root / "_" / "linked").symlink_to(outside)
     method, rest = route
     asked = quote(name, safe="/.%" if as_path else "").replace(".", "%2e" if len(name) % 2 else ".")
     for session in (asked, "linked"):
@@ -168,10 +171,10 @@ def test_no_path_leads_out_of_the_store(served, route, name, as_path):
         assert answer.status in (400, 404, 405), (method, session, answer.read())
         connection.close()
     assert [path.name for path in outside.iterdir()] == ["precious.arrow"]
-    assert (root / "linked").is_symlink()
+    assert (root / "_" / "linked").is_symlink()
 
 
-@pytest.mark.parametrize("session", ["..", "../outside", "%2e%2e%2foutside", "/etc", ".pins", ""])
+@pytest.mark.parametrize("session", ["..", "../outside", "%2e%2e%2foutside", "/etc", ".profiles", ""])
 def test_a_request_that_records_and_a_filter_name_no_other_place_either(served, ask, session):
     answer = ask(session)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
@@ -182,7 +185,8 @@ def test_a_request_that_records_and_a_filter_name_no_other_place_either(served, 
 def test_through_a_link_nothing_is_stored(served, ask):
     outside = served.home / "elsewhere"
     outside.mkdir(exist_ok=True)
-    link = served.home / "activations" / "link-to-elsewhere"
+    link = served.home / "activations" / "_" / "link-to-elsewhere"
+    link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(outside)
     meta = ask(link.name).json()["activations_meta"]
     link.unlink()

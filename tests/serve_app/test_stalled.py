@@ -1,4 +1,4 @@
-"""Clients that request downloads and do not read them cost little, and delay no other client."""
+"""Clients that request files and do not read them cost little, and delay no other client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SESSION, POINT = "stalled", "layers.1.output"
 
 @pytest.fixture(scope="module")
 def large(served):
-    """The path of a download of 320 MiB."""
+    """The path of a file of 320 MiB."""
     store = connect(str(served.home / "activations"))
     segment = SegmentFacts(SESSION, "m", None, "Qwen3ForCausalLM", {}, {POINT: POINT})
     for run in (f"r{i}" for i in range(40)):
@@ -38,7 +38,8 @@ def large(served):
         batch = to_batch(segment, **given, prompt_tokens=1, points={POINT: torch.ones(1024, 2048)})
         facts = RunFacts(run, SESSION, "m", created=1.0, prompt_tokens=1, tokens=1024)
         ray.get(store.write.remote(facts, [ray.put(batch)]))
-    yield f"/v1/activations/session/{SESSION}/data"
+    [file] = httpx.get(f"{served.base_url}/activations/session/{SESSION}", timeout=60).json()["files"]
+    yield f"/v1/activations/session/{SESSION}/files/{file['name']}"
     httpx.delete(f"{served.base_url}/activations/session/{SESSION}", timeout=60)
 
 
@@ -92,19 +93,6 @@ def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, 
             assert httpx.get(f"{served.root}/health", timeout=60).status_code == 200
             grown = {process.name(): memory(process) - before for process, before in processes.items()}
             assert all(size < MOST_BYTES for size in grown.values()), grown
-
-
-def test_forty_stalled_readers_of_links_cost_little_and_give_their_places_back(served, large, processes):
-    some = {"run": ",".join(f"r{i}" for i in range(4))}  # 32 MiB
-    links = [httpx.post(f"{served.root}{large}", params=some, timeout=60).json()["path"] for _ in range(READERS)]
-    with stalled(served.root, *(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" for path in links)):
-        for _ in range(8):
-            assert httpx.get(f"{served.root}/health", timeout=60).status_code == 200
-            grown = {process.name(): memory(process) - before for process, before in processes.items()}
-            assert all(size < MOST_BYTES for size in grown.values()), grown
-    for _ in range(8):  # whoever has gone holds up nobody
-        path = httpx.post(f"{served.root}{large}", params=some, timeout=60).json()["path"]
-        assert len(httpx.get(served.root + path, timeout=60).content) > 32 << 20
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import torch
 
 import vitrine
 from deployments.activations import load as load_torch
+from vitrine.connection import transport
+from vitrine.runs import reading
 
 CAPTURE = {"points": ["layers.*.output", "layers.2.attention.heads"]}
 
@@ -102,7 +104,7 @@ def test_what_is_not_there_is_named(server, answer, directory, tmp_path):
         vitrine.load_stack(directory, ["nothing"])
     with pytest.raises(LookupError, match=r"'layers.7.output' is none of the recorded points layers.0.output"):
         vitrine.load_runs(answer, "layers.7.output")
-    with pytest.raises(vitrine.ServerError, match="no such run recorded 'layers.7.output'"):
+    with pytest.raises(LookupError, match=r"'layers.7.output' is none of the recorded points layers.0.output"):
         vitrine.load_runs(answer, "layers.7.output", server=server)
     with pytest.raises(FileNotFoundError, match="give server="):
         vitrine.load("run-1-0")
@@ -112,6 +114,24 @@ def test_what_is_not_there_is_named(server, answer, directory, tmp_path):
         vitrine.load(answer)
     with pytest.raises(ValueError, match="recorded no activations"):
         vitrine.load({"choices": []})
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_some_runs_of_a_file_are_fetched_by_their_bytes(server, monkeypatch, few):
+    prompts = [f"Ann has {number} boxes" for number in range(6)]
+    asked = server.complete(prompts, max_tokens=0, session_id="some-of-them", capture={"points": ["layers.*.output"]})
+    stored = asked["activations_meta"]["runs"]
+    if few:  # bytes in an answer
+        monkeypatch.setattr(transport, "PAGE_BYTES", 5000)
+        monkeypatch.setattr(reading, "HEAD_BYTES", 100)
+    for places in ([3], [4, 1, 2], [0, 5], range(6)):
+        chosen = [stored[place] for place in places]
+        found = server.load_runs([run["run_id"] for run in chosen], "layers.1.output")
+        expected = vitrine.load_runs(chosen, "layers.1.output")
+        assert [run.run_id for run in found] == [run["run_id"] for run in chosen]
+        for run, its in zip(found, expected, strict=True):
+            assert (run["layers.1.output"] == its["layers.1.output"]).all()
+            assert (run.positions.tolist(), run.facts) == (its.positions.tolist(), its.facts)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""HTTP to one server: retries, downloads in pages, progress, and blocking calls.
+"""HTTP to one server: retries, bytes of files, progress, and blocking calls.
 
 It knows no route: the requests are in `experiments/` and `runs/`.
 """

@@ -1,4 +1,4 @@
-"""Requests to one server: limited concurrency, retries where they can help, and downloads in pages."""
+"""Requests to one server: limited concurrency, retries where they can help, and bytes of files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ATTEMPTS = 6  # if connections break
 LONGEST_PAUSE_S = 30.0
 BUSY = (429, 503)
 DISCONNECTS = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
-PAGE_BYTES = 4 << 20  # the most bytes in one answer of the server
+PAGE_BYTES = 4 << 20  # of a file, the most in one answer
 
 _T = TypeVar("_T")
 
@@ -79,24 +79,18 @@ class Transport:
             answer: dict[str, Any] = (await self._answer("POST", path, content=content, headers=headers)).json()
         return answer
 
-    async def download(self, path: str, query: Mapping[str, Any]) -> bytes:
-        """Fetch a complete download page by page. Raises as `get`."""
+    async def file_bytes(self, path: str, first: int, end: int) -> bytes:
+        """Fetch the bytes of a file from `first` to before `end`, or to its end. Raises as `get`."""
         body = bytearray()
-        headers = {"Accept-Encoding": "identity"}  # ranges of a compressed answer would refer to compressed bytes
-        while True:
-            headers["Range"] = f"bytes={len(body)}-{len(body) + PAGE_BYTES - 1}"
-            try:
-                page = await self._answer("GET", path, params=query, headers=headers)
-            except ServerError as error:
-                if error.code != "download_changed":
-                    raise
-                del headers["If-Match"]  # its files have changed: start again
-                body.clear()
-                continue
+        while first + len(body) < end:
+            asked = f"bytes={first + len(body)}-{min(first + len(body) + PAGE_BYTES, end) - 1}"
+            headers = {"Range": asked, "Accept-Encoding": "identity"}  # a compressed answer would have other bytes
+            page = await self._answer("GET", path, headers=headers)
             body += page.content
-            if len(body) >= int(page.headers["Content-Range"].rpartition("/")[2]):
-                return bytes(body)
-            headers["If-Match"] = page.headers["ETag"]
+            length = int(page.headers["Content-Range"].rpartition("/")[2])
+            if not page.content or first + len(body) >= length:
+                break
+        return bytes(body)
 
     async def _answer(self, method: str, path: str, attempts: int = ATTEMPTS, **request: Any) -> httpx.Response:
         """Return an answer of status 200 or 206. Retries while the server is busy and after a broken connection."""

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from vitrine.experiments.patching import PatchGridMethods
 from vitrine.experiments.plots import heat_map, shown
 from vitrine.experiments.prompt_batches import Prompt, check_one
-from vitrine.runs.reading import LoadMethods
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +50,7 @@ class Attention:
         return f"Attention(layer={self.layer}, {len(self.values)} heads, {len(self.tokens)} tokens)"
 
 
-class AttentionMethods(PatchGridMethods, LoadMethods):
+class AttentionMethods(PatchGridMethods):
     """The part of `Server` that returns attention patterns."""
 
     async def attention(self, prompt: Prompt, layer: int) -> Attention:

@@ -16,14 +16,15 @@ from vitrine.connection.progress import gathered
 from vitrine.experiments.activations import Activations
 from vitrine.experiments.generating import GenerateMethods
 from vitrine.experiments.prompt_batches import Prompt, asked, check, is_chat, named_by, requests
-from vitrine.runs.rows import Run, of_streams
+from vitrine.runs.reading import LoadMethods
+from vitrine.runs.rows import Run
 
 SEQUENCES = ("all", "prompt", "generated")  # for these, rows are lists even if each prompt has one row
 
 Tokens = str | Mapping[str, Any]
 
 
-class CollectMethods(GenerateMethods):
+class CollectMethods(GenerateMethods, LoadMethods):
     """The part of `Server` that records activations."""
 
     async def collect(
@@ -103,9 +104,8 @@ class CollectMethods(GenerateMethods):
         """Prompt index -> the recorded rows of one request."""
         meta = (await self.complete(prompt, **fields))["activations_meta"]
         indices = {run["run_id"]: run["index"] for run in meta["runs"]}
-        path = f"/v1/activations/session/{meta['session_id']}/data"
-        body = await self.download(path, {"run": ",".join(indices)})
-        runs = await asyncio.to_thread(lambda: [_rows(run) for run in of_streams(body)])
+        loaded = await self.load_runs(list(indices))
+        runs = await asyncio.to_thread(lambda: [_rows(run) for run in loaded])
         return {indices[rows.run_id]: rows for rows in runs}
 
 

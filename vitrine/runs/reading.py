@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 from vitrine.connection.transport import Transport, together
-from vitrine.runs.rows import Run, of_streams
+from vitrine.runs.rows import Run, detached, head_length, of_bytes
 
-MOST_RUNS = 64  # in one download
+MOST_RUNS = 64  # of a file, fetched together
+FILES_AT_ONCE = 4  # of one call
+HEAD_BYTES = 1 << 16  # of a file's beginning; nearly always enough for its head
 
 
 class LoadMethods(Transport):
@@ -33,22 +37,57 @@ class LoadMethods(Transport):
             >>> [run.facts["text"] for run in server.load_runs(acts.run_ids[::-1], "layers.-1.output")]
             ['Tom has', 'Ann has']
         """
-        entries = await self._entries(source)
-        groups = [entries[first : first + MOST_RUNS] for first in range(0, len(entries), MOST_RUNS)]
-        sessions = [[e for e in group if e["session_id"] == name] for group in groups for name in _sessions(group)]
-        parts = await together(self._fetched(group, points) for group in sessions)
-        found = {run.run_id: run for part in parts for run in part}
+        return await self._fetched(await self._entries(source), points)
+
+    async def _fetched(
+        self, entries: Sequence[Mapping[str, Any]], points: str | Sequence[str] | None = None
+    ) -> list[Run]:
+        """Fetch the runs of a list's entries, in their order, from the byte ranges of their files.
+
+        Raises:
+            LookupError: A run is not there any more, or has no such point.
+            ServerError: The server rejects a request.
+        """
+        files: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        for entry in entries:
+            owner = f"?{urlencode({'owner': entry['owner'] or ''})}" if "owner" in entry else ""
+            files.setdefault(
+                (f"/v1/activations/session/{entry['session_id']}/files/{entry['file']}", owner), []
+            ).append(entry)
+        parts = [
+            (*key, of[first : first + MOST_RUNS]) for key, of in files.items() for first in range(0, len(of), MOST_RUNS)
+        ]
+        room = asyncio.Semaphore(FILES_AT_ONCE)
+
+        async def part(path: str, query: str, some: Sequence[Mapping[str, Any]]) -> list[Run]:
+            async with room:
+                runs = await self._of_file(path + query, some)
+                return runs if points is None else [detached(run.only(points)) for run in runs]
+
+        found = {run.run_id: run for runs in await together(part(*one) for one in parts) for run in runs}
         if missing := [entry["run_id"] for entry in entries if entry["run_id"] not in found]:
-            raise LookupError(f"{', '.join(missing)} recorded none of the points {points}")
+            raise LookupError(f"{self.url} has no run {', '.join(missing)} any more")
         return [found[entry["run_id"]] for entry in entries]
 
-    async def _fetched(self, entries: Sequence[Mapping[str, Any]], points: str | Sequence[str] | None) -> list[Run]:
-        """Fetch runs of one session."""
-        query = {"run": ",".join(entry["run_id"] for entry in entries)}
-        if points is not None:
-            query["points"] = points if isinstance(points, str) else ",".join(points)
-        body = await self.download(f"/v1/activations/session/{entries[0]['session_id']}/data", query)
-        return [run.only(points) for run in of_streams(body)]
+    async def _of_file(self, path: str, entries: Sequence[Mapping[str, Any]]) -> list[Run]:
+        """Fetch runs of one file: its head, and the ranges of the runs, adjacent ones together."""
+        size, length = HEAD_BYTES, None
+        while length is None:
+            beginning = await self.file_bytes(path, 0, size)
+            length = head_length(beginning)
+            if length is None and len(beginning) < size:
+                raise LookupError(f"{self.url}{path} is not a file of activations")
+            size *= 8
+        spans: list[tuple[int, int]] = []
+        for first, end in sorted((max(length, one["offset"]), one["offset"] + one["bytes"]) for one in entries):
+            if spans and spans[-1][1] == first:
+                first = spans.pop()[0]
+            spans.append((first, end))
+        body = bytearray(beginning[:length])
+        for first, end in spans:
+            known = beginning[first:end]
+            body += known + await self.file_bytes(path, first + len(known), end)
+        return of_bytes(body, {one["run_id"] for one in entries})
 
     async def _entries(self, source: Any) -> list[dict[str, Any]]:
         """The server's entries of the source's runs."""
@@ -108,7 +147,3 @@ def recorded(source: Any) -> list[Mapping[str, Any]]:
             f"not all of the answer's runs are stored ({meta.get('reason')}): load those of its runs that are"
         )
     return sorted(meta["runs"], key=lambda run: run["index"])
-
-
-def _sessions(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(entry["session_id"] for entry in entries))

@@ -1,4 +1,4 @@
-"""Stored runs as numpy arrays, from Arrow streams and files in the format of docs/format.md."""
+"""Stored runs as numpy arrays, from Arrow files in the format of docs/format.md."""
 
 from __future__ import annotations
 
@@ -96,11 +96,34 @@ class Run(Mapping[str, Rows]):
         return f"Run({self.run_id!r}, {len(self.positions)} tokens, {len(self)} points)"
 
 
-def of_streams(body: bytes, wanted: Collection[str] | None = None) -> Iterator[Run]:
-    """Read the runs of concatenated Arrow streams, as sent by a server; only the `wanted` ones."""
-    source = pa.BufferReader(body)
-    while source.tell() < len(body):
-        yield from _runs(source, wanted)
+def detached(run: Run) -> Run:
+    """The same run with its points as arrays of their own, so that the bytes that it was read from can be freed."""
+    found = copy.copy(run)
+    found.positions, found.token_ids = run.positions.copy(), run.token_ids.copy()
+    found._values = {name: partial(_same, rows) for name, rows in run.items()}
+    return found
+
+
+def head_length(beginning: bytes) -> int | None:
+    """How many bytes of a file come before its first record batch; None if the beginning has too few.
+
+    All runs of the file need them: they have the schema and the dictionaries.
+    """
+    source = pa.BufferReader(beginning)
+    try:
+        source.seek(_MAGIC)
+        for _ in range(2):  # the schema, and the dictionary of phases
+            pa.ipc.read_message(source)
+    except (pa.ArrowInvalid, EOFError, OSError):
+        return None
+    return int(source.tell())
+
+
+def of_bytes(data: bytes | bytearray, wanted: Collection[str] | None = None) -> list[Run]:
+    """Read the complete runs of a file's head and some of its batches; only the `wanted` ones."""
+    source = pa.BufferReader(data)
+    source.seek(_MAGIC)
+    return list(_runs(source, wanted))
 
 
 def of_files(path: Path, wanted: Collection[str] | None = None) -> Iterator[Run]:
@@ -138,6 +161,10 @@ def _columns(table: pa.Table, shared: Mapping[str, Any]) -> dict[str, Callable[[
     dtypes, heads = shared["dtypes"], shared.get("heads", {})
     points = [name for name in table.column_names if name in dtypes]  # in the order of execution
     return {point: partial(_column, table[point], dtypes[point], heads.get(point)) for point in points}
+
+
+def _same(rows: Rows) -> Rows:
+    return rows
 
 
 def _column(column: pa.ChunkedArray, dtype: str, heads: int | None) -> Rows:

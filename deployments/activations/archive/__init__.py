@@ -1,4 +1,1 @@
-"""The archive: copies sealed segments to a bucket, and adds them to its manifest.
-
-The manifest's format and reading a bucket are in `catalogue/`.
-"""
+"""Copies of sealed files in a bucket."""

@@ -1,4 +1,5 @@
-"""Runs in other formats: downloads, exported files, and copies of a session.
+"""Runs in other formats. Reading the stored rows is in `reader/`."""
 
-Reading the stored rows is in `reader/`; the HTTP routes are in `serve_app`.
-"""
+from typing import Literal
+
+Format = Literal["pt", "safetensors", "npz", "parquet", "hf"]

@@ -1,32 +1,39 @@
-"""Stored runs as files of other formats (pt, safetensors, npz, parquet, hf), written with bounded memory."""
+"""Stored runs as files of other formats (pt, safetensors, npz, parquet, hf), written run by run."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Literal, get_args
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors.torch import save_file
 
-from deployments.activations.export.tensor_files import WRITERS, Member, points_of, tensors
-from deployments.activations.files.places import File
-from deployments.activations.reader.selection import Wanted, by_schema, checked, select
+from deployments.activations.export import Format
+from deployments.activations.reader.loading import column_of, values_of
+from deployments.activations.reader.selection import select
 from deployments.activations.reader.sources import chosen
 from deployments.activations.reader.tables import Layout, record_batches
-from deployments.activations.segments.schema import segment_facts
-from deployments.activations.segments.segments import WholeRun
+from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.points.names import COLUMNS
+from deployments.points.patterns import Patterns
 
-Format = Literal["pt", "safetensors", "npz", "parquet", "hf"]
 _Write = Callable[[Path], None]
+_Read = Callable[[], WholeRun]
+FACTS = "run.facts"  # no point's name: those with a dot end in `input`, `output` or `weights`
 _ROW_GROUP = 32 << 20  # bytes of rows that Parquet writes together
 
 
@@ -56,22 +63,20 @@ def export(
     """
     if format not in get_args(Format):
         raise ValueError(f"{format!r} is no format of an export: choose one of {', '.join(get_args(Format))}")
-    if format == "hf":
-        try:
-            import datasets  # noqa: F401
-        except ImportError as error:
-            raise ValueError("the format hf needs the package datasets: pip install datasets") from error
+    if format == "hf" and find_spec("datasets") is None:
+        raise ValueError("the format hf needs the package datasets: pip install datasets")
     runs = [run] if isinstance(run, str) else run
-    files, wanted = chosen(source, session, runs, None if points is None else set(points))
-    for _ in checked(files, wanted):
-        pass
-    folder, written = Path(to).expanduser(), list[Path]()
-    named = _tables if format in ("parquet", "hf") else _split
-    _claim(folder, (name for name, _ in named(files, wanted, format)), overwrite)
-    for name, write in named(files, wanted, format):
-        _make(folder / name, write, overwrite)
-        written.append(folder / name)
-    return written
+    found = select(*chosen(source, session, runs, None if points is None else set(points)))
+    folder, writes = Path(to).expanduser(), dict[str, _Write]()
+    for name, write in _tables(found, format) if format in ("parquet", "hf") else _split(found, format):
+        if name in writes:
+            raise ValueError(f"two points or runs would both be written to {name}: export them by themselves")
+        if not overwrite and os.path.lexists(folder / name):
+            raise FileExistsError(f"{folder / name} is there already: take another directory, or overwrite")
+        writes[name] = write
+    for name, write in writes.items():
+        _make(folder / name, write)
+    return [folder / name for name in writes]
 
 
 def pt_name(session: str, run: str, point: str) -> str:
@@ -80,73 +85,94 @@ def pt_name(session: str, run: str, point: str) -> str:
     return _file_name(session, f"{run}_{short.replace('.', '_')}", "pt")
 
 
-def _claim(folder: Path, names: Iterable[str], overwrite: bool) -> None:
-    """Refuse, before anything is written, names that are taken or that two files would have."""
-    seen = set[str]()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"two points or runs would both be written to {name}: export them by themselves")
-        seen.add(name)
-        if not overwrite and os.path.lexists(folder / name):
-            raise FileExistsError(f"{folder / name} is there already: take another directory, or overwrite")
-
-
-def _make(path: Path, write: _Write, overwrite: bool) -> None:
+def _make(path: Path, write: _Write) -> None:
     """Write a file or directory, which has its name once it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.part")
-    try:
-        write(unfinished)
-        _claim(path.parent, [path.name], overwrite)  # another process may have been faster
+    with TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
+        write(unfinished := Path(folder) / path.name)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)  # a directory with files in it cannot be replaced
         unfinished.replace(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
 
 
-def _split(files: Sequence[File], wanted: Wanted, format: Format) -> Iterator[tuple[str, _Write]]:
+def _later(run: WholeRun) -> _Read:
+    """Reads a run again once it is written: open ones take memory."""
+    path, offset, types = run.path, run.offset, run.types
+    return lambda: next(whole_runs(path, offset))._replace(types=types)
+
+
+def _split(runs: Iterable[WholeRun], format: Format) -> Iterator[tuple[str, _Write]]:
     """The files of formats with files of their own for each run: their names, and what writes them."""
-    for run in select(files, wanted):
+    for run in runs:
         session, id = run.facts.session_id, run.facts.run_id
         if format == "pt":
-            for member in points_of(run):
-                yield pt_name(session, id, member.name), partial(_write_pt, member)
+            for name in _names(run):
+                yield pt_name(session, id, name), partial(_write_pt, _later(run), name)
         else:
-            yield _file_name(session, id, format), partial(_write_tensors, run, format)
+            yield _file_name(session, id, format), partial(_write_tensors, _later(run), format)
 
 
-def _write_pt(member: Member, path: Path) -> None:
-    torch.save(member.make()[None], path)
+def _names(run: WholeRun) -> list[str]:
+    """A run's points, and `<point>.lengths` of its attention patterns."""
+    return [*run.types, *(f"{name}.lengths" for name, kind in run.types.items() if None in kind.shape)]
 
 
-def _write_tensors(run: WholeRun, format: Format, path: Path) -> None:
-    with path.open("wb") as file:
-        WRITERS[format](tensors([run], prefixed=False), file)
+def _tensor(run: WholeRun, name: str) -> torch.Tensor:
+    """What a run has by a name, `[rows, ...features]`: a point, an int32 column, or lengths of attention patterns.
+
+    Patterns are padded with zeros to `[rows, heads, widest]`; their lengths say how many tokens each row's token sees.
+    """
+    if name in run.types:
+        values = values_of(run, name)
+        return values.padded() if isinstance(values, Patterns) else values
+    return column_of(run.batches, name) if name in COLUMNS else column_of(run.batches, "position") + 1
 
 
-def _tables(files: Sequence[File], wanted: Wanted, format: Format) -> Iterator[tuple[str, _Write]]:
-    """The same for each group of runs whose rows fit one table."""
-    numbers = Counter[str]()
-    for schema, group in by_schema(files):
-        if next(select(group, wanted), None) is not None:
-            session = segment_facts(schema).session_id
+def _write_pt(read: _Read, name: str, path: Path) -> None:
+    torch.save(_tensor(read(), name)[None], path)
+
+
+def _write_tensors(read: _Read, format: Format, path: Path) -> None:
+    """A run as named tensors: its points, `position`, `token_id`, and its facts as JSON."""
+    run = read()
+    tensors = {name: _tensor(run, name) for name in (*_names(run), "position", "token_id")}
+    dtypes = {name: kind.dtype for name, kind in run.types.items()}
+    facts = {FACTS: json.dumps(asdict(run.facts) | {"dtypes": dtypes})}
+    if format == "safetensors":
+        save_file(tensors, path, facts)
+        return
+    with path.open("wb") as file:  # numpy has no bfloat16
+        wide = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in tensors.items()}
+        arrays: dict[str, Any] = {name: value.numpy() for name, value in wide.items()} | facts
+        np.savez(file, **arrays)
+
+
+def _tables(runs: Iterable[WholeRun], format: Format) -> Iterator[tuple[str, _Write]]:
+    """The same for each group of runs whose rows fit one table: of one session, model, points and dtypes."""
+    groups, numbers = dict[bytes, tuple[str, pa.Schema, list[_Read]]](), Counter[str]()
+    for run in runs:
+        session, schema = run.facts.session_id, run.batches[0].schema
+        key = schema.serialize().to_pybytes()
+        if key not in groups:
             numbers[session] += 1
-            name = _file_name(session, str(numbers[session]) if numbers[session] > 1 else "", format)
-            yield name, partial(_write_parquet if format == "parquet" else _write_hf, schema, group, wanted)
+            rest = str(numbers[session]) if numbers[session] > 1 else ""
+            groups[key] = _file_name(session, rest, format), schema, []
+        groups[key][2].append(_later(run))
+    for name, schema, group in groups.values():
+        yield name, partial(_write_parquet if format == "parquet" else _write_hf, schema, group)
 
 
-def _rows(schema: pa.Schema, files: Sequence[File], wanted: Wanted, layout: Layout) -> Iterator[pa.RecordBatch]:
-    for run in select(files, wanted):
-        names = [name for name in schema.names if name in COLUMNS or name in run.types]
+def _rows(group: Sequence[_Read], layout: Layout) -> Iterator[pa.RecordBatch]:
+    for read in group:
+        run = read()
+        names = [name for name in run.batches[0].schema.names if name in COLUMNS or name in run.types]
         yield from record_batches(run, names, layout)
 
 
-def _write_parquet(schema: pa.Schema, files: Sequence[File], wanted: Wanted, path: Path) -> None:
+def _write_parquet(schema: pa.Schema, group: Sequence[_Read], path: Path) -> None:
     """Few readers of Parquet know Arrow's extension types: points are lists."""
-    rows = _rows(schema, files, wanted, Layout())
-    first = next(rows)
-    held, size = [first], first.nbytes
+    rows = _rows(group, Layout())
+    held, size = [first := next(rows)], first.nbytes
     said = first.schema.with_metadata(schema.metadata)
     # Only words repeat: activations are as good as random, and a dictionary of them costs time.
     with pq.ParquetWriter(path, said, use_dictionary=["run_id", "sample_id", "phase"]) as writer:
@@ -159,24 +185,16 @@ def _write_parquet(schema: pa.Schema, files: Sequence[File], wanted: Wanted, pat
         writer.write_table(pa.Table.from_batches(held))
 
 
-def _write_hf(schema: pa.Schema, files: Sequence[File], wanted: Wanted, path: Path) -> None:
+def _write_hf(schema: pa.Schema, group: Sequence[_Read], path: Path) -> None:
     """The library writes datasets from mapped files, so the rows are on disk a second time until it is done."""
     import datasets
 
-    rows = _rows(schema, files, wanted, Layout((torch.bfloat16,), nested=True))
-    first = next(rows)
-    spool = path.with_name(f"{path.name}.rows")
-    bars = datasets.utils.are_progress_bars_disabled()
-    datasets.utils.disable_progress_bars()  # as the other formats draw none
-    try:
-        with pa.ipc.new_stream(str(spool), first.schema.remove_metadata()) as writer:
-            for batch in chain([first], rows):
-                writer.write_batch(batch)
-        datasets.Dataset.from_file(str(spool)).save_to_disk(str(path))
-    finally:
-        spool.unlink(missing_ok=True)
-        if not bars:
-            datasets.utils.enable_progress_bars()
+    rows = _rows(group, Layout((torch.bfloat16,), nested=True))
+    first, spool = next(rows), path.with_name("rows")
+    with pa.ipc.new_stream(str(spool), first.schema.remove_metadata()) as writer:
+        for batch in chain([first], rows):
+            writer.write_batch(batch)
+    datasets.Dataset.from_file(str(spool)).save_to_disk(str(path))
 
 
 def _file_name(session: str, rest: str, suffix: str) -> str:

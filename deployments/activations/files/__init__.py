@@ -1,4 +1,1 @@
-"""Files and directories: places, locks, atomic replacement, permissions.
-
-Nothing here knows the format of segments, which is in `segments/`.
-"""
+"""Files, directories and buckets, whatever is in them."""

@@ -3,83 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import os
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from deployments.activations.facts import RunEnd, RunFacts, StoredRun, StoreError
+from deployments.activations.facts import RunEnd, RunFacts, SessionName, StoredRun, StoreError
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.writer.writer import Writer
 
 
-class StartingError(StoreError):
-    """The store has not started yet."""
-
-
 class RunReceiver:
-    """The actor that a replica sends its runs to: the store on its own node, else the node's writer.
+    """The actor that a replica sends its runs to: the store, or the writer of the replica's node.
 
     A batch comes as it is, if it is small, or as a reference, in a list, so that Ray passes it on unresolved.
     """
 
-    _begin_writer: Callable[[], Writer]
     _writer: Writer
-    _node_name: str | None = None  # of the node on whose own disk the runs are
-    _opened = True  # whether there is a writer
 
-    def _writing(self) -> Writer:
-        """The writer. One that ended by an error is replaced; its callers have got the error."""
-        if not self._writer.alive:
-            self._writer = self._begin_writer()
-        return self._writer
-
-    async def append(
-        self, session_id: str, run_id: str, part: int, batches: list[Any], most: int = 0, fence: str | None = None
-    ) -> None:
+    async def append(self, session: SessionName, run_id: str, part: int, batches: list[Any], most: int = 0) -> None:
         """Take more of a run that is not finished, as `Writer.append`; not durable yet when it answers."""
-        await self._admit(session_id, run_id, fence)
         found = await _fetch(run_id, batches)
-        await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most, fence))
+        await self._admit(session, run_id, found)
+        await asyncio.wrap_future(self._writer.append(session, run_id, part, found, most))
 
-    async def write(self, run: RunFacts, batches: list[Any], part: int = 0, fence: str | None = None) -> StoredRun:
+    async def write(self, run: RunFacts, batches: list[Any], part: int = 0) -> StoredRun:
         """Store a run, or the end of one, as `Writer.submit`; durable when it answers."""
-        await self._admit(run.session_id, run.run_id, fence)
         found = await _fetch(run.run_id, batches)
-        stored = await asyncio.wrap_future(self._writing().submit(run, found, part, fence))
-        return stored._replace(node=self._node_name)
+        await self._admit(run.session, run.run_id, found)
+        return await asyncio.wrap_future(self._writer.submit(run, found, part))
 
     async def write_all(self, ends: list[RunEnd]) -> list[StoredRun | Exception]:
         """As `write`, for several runs: what it returns or raises for each."""
         done = await asyncio.gather(*(self.write(*end) for end in ends), return_exceptions=True)
         return [result if isinstance(result, StoredRun) else _sendable(result) for result in done]
 
-    async def _admit(self, session_id: str, run_id: str, fence: str | None) -> None:
-        """Raise StoreError if the session may get no run here; parts of the run that are there are dropped."""
-        return  # the store has checks of its own
+    async def _admit(self, session: SessionName, run_id: str, batches: Sequence[Any]) -> None:
+        """Raise StoreError if the session may not get these; parts of the run that are there are dropped."""
+        return  # the store's writer checks by itself
 
-    async def abandon(self, session_id: str, run_id: str) -> None:
+    async def abandon(self, session: SessionName, run_id: str) -> None:
         """As `Writer.abandon`."""
-        if self._opened:
-            await asyncio.wrap_future(self._writing().abandon(session_id, run_id))
+        await asyncio.wrap_future(self._writer.abandon(session, run_id))
 
-    async def withdraw(self, session_id: str, run_ids: Sequence[str]) -> bool:
+    async def withdraw(self, session: SessionName, run_ids: Sequence[str]) -> bool:
         """As `Writer.withdraw`."""
-        return not self._opened or await asyncio.wrap_future(self._writing().withdraw(session_id, run_ids))
-
-    async def renew(self, session_id: str, run_id: str) -> None:
-        """As `Writer.renew`."""
-        if self._opened:
-            await asyncio.wrap_future(self._writing().renew(session_id, run_id))
-
-
-class Home(NamedTuple):
-    """Where the store is: its node's id in Ray, its directory's `mark`, and its `hold` of the directory's lock."""
-
-    node: str
-    mark: str
-    hold: str
+        return await asyncio.wrap_future(self._writer.withdraw(session, run_ids))
 
 
 async def _fetch(run_id: str, batches: Sequence[Any]) -> list[Any]:
@@ -104,3 +75,8 @@ def _sendable(error: BaseException) -> Exception:
 async def awaited(answer: Awaitable[Any]) -> Any:
     """A reference of Ray's as a coroutine, which asyncio's limits of time take."""
     return await answer
+
+
+def end_process() -> None:
+    """End this actor, whose writer has failed: callers that wait get an error, and Ray starts it again."""
+    os._exit(1)

@@ -1,28 +1,31 @@
-"""Copies a server's session to a local directory, page by page, for `load` and exports. Needs no torch."""
+"""Copies a server's session, or some of its runs, to a local directory. Needs no torch."""
 
 from __future__ import annotations
 
-import io
-import json
-import shutil
-import tempfile
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-import pyarrow as pa
 from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
-from deployments.activations.files.disk import PULLED, held
-from deployments.activations.segments import checksums
+from deployments.activations.filters import MOST_BYTES
+from deployments.activations.segments.segment_writer import rewrite
+from deployments.activations.segments.segments import whole_runs
 from deployments.options import fits_header
-from deployments.paging import NoPageError, Paging
+from deployments.run_files import head_length
 
-_TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
-_BUFFER = 1 << 20
-_CHANGED = "the session changed while it was pulled, nothing of it is kept: pull it again, or name runs"
+_TIMEOUT = httpx.Timeout(30, read=330)  # a server may be busy first
+_HEAD = 64 << 10  # bytes of a file in which its head nearly always is
+_RUNS = 100  # that one request names
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,250}\.arrow")
+_CHANGED = "the session changed while it was pulled, nothing of it is kept: pull it again"
+
+Listed = Mapping[str, Any]  # a run as a server lists it
 
 
 class PullError(Exception):
@@ -33,117 +36,136 @@ def pull(
     url: str,
     session: str,
     to: Path,
-    *,
     runs: Sequence[str] = (),
-    points: Sequence[str] = (),
     api_key: str | None = None,
+    owner: str | None = None,
     progress: bool | None = None,
 ) -> Path:
     """Fetch a server's session into a directory of its name below `to`, as sealed Arrow files; whole or not at all.
 
-    `url` is the server's address, with or without `/v1`; `runs` and `points` limit what is fetched. `progress` draws a
-    bar, by default on a terminal. Returns the session's directory.
+    `url` is the server's address, with or without `/v1`. `runs` names some runs, by default all. `owner` says whose
+    session, for admins. `progress` draws a bar, by default on a terminal. Returns the session's directory.
 
     FileExistsError if it is there already. PullError if the server refuses, cannot be reached, or an answer is cut off,
-    or the session changed meanwhile. ValueError if the name, the address or the key can be none.
+    a run is not there or not as it was written, or the session changed meanwhile. ValueError if the name, the address
+    or the key can be none.
     """
     folder = to / check_session_id(session)
     if folder.exists():
         raise FileExistsError(f"{folder} is there already: take another directory, or delete it first")
+    to.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".pull-", dir=to) as unfinished:  # no session's name starts with "."
+        (written := Path(unfinished) / session).mkdir()
+        with connect(url, api_key) as http:
+            fetch(http, listed(http, session, runs, owner), written, progress)
+        written.rename(folder)
+    return folder
+
+
+def connect(url: str, api_key: str | None = None) -> httpx.Client:
+    """A client of a server's stored runs; ValueError if the address or the key can be none."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is not a server's address: it must begin with http:// or https://")
     if api_key is not None and not fits_header(api_key):
         raise ValueError("the API key has characters other than printable ASCII")
-    to.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=PULLED, dir=to))
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base = f"{url.rstrip('/').removesuffix('/v1')}/v1/activations"
+    return httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT)
+
+
+def listed(http: httpx.Client, session: str | None, runs: Sequence[str] = (), owner: str | None = None) -> list[Listed]:
+    """All runs of a session, or those that are named; `owner`, empty for none, is for admins."""
+    found, wanted = list[Listed](), list(dict.fromkeys(runs))
+    for some in [wanted[first : first + _RUNS] for first in range(0, len(wanted), _RUNS)] or [[]]:
+        params = {"limit": 1000, "run": some} | ({"session": session} if session else {})
+        page: dict[str, Any] = {"has_more": True}
+        while page["has_more"]:
+            page = _get(http, "/runs", params).json()
+            found += [run for run in page["data"] if owner is None or (run.get("owner") or "") == owner]
+            if page["has_more"]:
+                params["after"] = page["data"][-1]["run_id"]
+    missing = set(wanted) - {run["run_id"] for run in found}
+    if missing or not found:
+        what = f"session {session!r}" if session and not found else f"run {min(missing)!r}"
+        raise PullError(f"there is no {what} at {http.base_url}")
+    if len({run.get("owner") for run in found}) > 1:
+        raise PullError(f"several owners have a session {session!r}: name one")
+    return found
+
+
+def fetch(http: httpx.Client, runs: Sequence[Listed], folder: Path, progress: bool | None = None) -> None:
+    """Write runs to sealed files of the names that they have there, in a directory."""
+    quiet = None if progress is None else not progress
+    total = sum(run["bytes"] for run in runs)
+    with tqdm(total=total, unit="iB", unit_scale=True, unit_divisor=1024, disable=quiet) as bar:
+        for name, of_file in groupby(sorted(runs, key=lambda run: (run["file"], run["offset"])), _file_of):
+            its, path = list(of_file), folder / name
+            head = _head(http, its[-1])
+            with path.open("wb") as out:
+                out.write(head)
+                for run in its:
+                    for piece in _pieces(http, run, max(run["offset"], len(head)), run["offset"] + run["bytes"]):
+                        out.write(piece)
+                        bar.update(len(piece))
+            _seal(path, {run["run_id"] for run in its})
+
+
+def _head(http: httpx.Client, run: Listed) -> bytes:
+    """The head of a run's file."""
+    size, end = _HEAD, run["offset"] + run["bytes"]
+    while True:
+        data = b"".join(_pieces(http, run, 0, min(size, end)))
+        if (length := head_length(data)) is not None:
+            return data[:length]
+        if size >= end:
+            raise PullError(_CHANGED)
+        size *= 8
+
+
+def _pieces(http: httpx.Client, run: Listed, first: int, end: int) -> Iterator[bytes]:
+    """Bytes `first` to `end` of a run's file."""
+    path = f"/session/{run['session_id']}/files/{_file_of(run)}"
+    owner = {"owner": run["owner"] or ""} if "owner" in run else {}
+    while first < end:
+        # Compressed, a range would be of what is compressed.
+        asked = {"Range": f"bytes={first}-{min(end, first + MOST_BYTES) - 1}", "Accept-Encoding": "identity"}
+        if not (piece := _get(http, path, owner, asked).content):
+            raise PullError(_CHANGED)
+        yield piece
+        first += len(piece)
+
+
+def _get(
+    http: httpx.Client, path: str, params: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> httpx.Response:
     try:
-        address = f"{url.rstrip('/').removesuffix('/v1')}/v1/activations/session/{session}/data"
-        params = {"run": list(runs), "points": list(points), "format": "arrow"}
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        with held(unfinished), httpx.Client(params=params, headers=headers, timeout=_TIMEOUT) as http:
-            quiet = None if progress is None else not progress
-            bar = tqdm(unit="iB", unit_scale=True, unit_divisor=1024, desc=session, disable=quiet)
-            with bar:
-                keep(io.BufferedReader(_Body(http, address, bar), _BUFFER), unfinished, address)
-        unfinished.chmod(to.stat().st_mode & 0o777)
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
-
-
-class _Body(io.RawIOBase):
-    """A download, fetched page by page, as a file that is read once."""
-
-    def __init__(self, http: httpx.Client, address: str, bar: tqdm[Any]) -> None:
-        self._http, self._address, self._bar = http, address, bar
-        self._paging, self._held = Paging(), memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not self._held and not self._paging.is_whole:
-            self._held = memoryview(self._page())
-            self._bar.total = self._paging.length
-            self._bar.update(len(self._held))
-        count = min(len(buffer), len(self._held))
-        buffer[:count] = self._held[:count]
-        self._held = self._held[count:]
-        return count
-
-    def _page(self) -> bytes:
-        try:
-            with self._http.stream("GET", self._address, headers=self._paging.headers) as begun:
-                if begun.status_code != 206:
-                    begun.read()
-                    raise PullError(_CHANGED if begun.status_code == 412 else _reason(begun))
-                return self._paging.take(begun.headers, _limited(begun, self._paging.size(begun.headers)))
-        except NoPageError as error:
-            raise PullError(f"{self._address}: {error}") from error
-        except httpx.RemoteProtocolError as error:
-            raise PullError(f"the answer was cut off, nothing of it is kept: {error}") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise PullError(f"{self._address}: {str(error) or type(error).__name__}") from error
-
-
-def _limited(answer: httpx.Response, size: int) -> bytes:
-    """An answer's body as it was sent; of one that is longer than it says, not much more."""
-    body = bytearray()
-    for piece in answer.iter_raw():
-        body += piece
-        if len(body) > size:
-            break
-    return bytes(body)
-
-
-def _reason(answer: httpx.Response) -> str:
+        answer = http.get(path, params=params, headers=headers)
+    except httpx.RemoteProtocolError as error:
+        raise PullError(f"the answer was cut off, nothing of it is kept: {error}") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PullError(f"{http.base_url}: {str(error) or type(error).__name__}") from error
+    if answer.is_success:
+        return answer
     try:
-        return f"{answer.status_code}: {answer.json()['error']['message']}"
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return f"{answer.url} answered {answer.status_code}, and not as a server of activations"
+        reason = answer.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        reason = "it does not answer as a server of activations"
+    raise PullError(f"{answer.url} answered {answer.status_code}: {reason}")
 
 
-def keep(body: io.BufferedReader[Any] | io.BufferedRandom, folder: Path, source: str) -> None:
-    """Write the Arrow streams of a download, each as a file; PullError, which names `source`, if one is damaged."""
-    number = 0
-    while body.peek(1):
-        number += 1
-        try:
-            _seal(body, folder / f"pulled-{number:06}.arrow")
-        except (pa.ArrowException, ValueError, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # the disk's, not Arrow's
-                raise
-            raise PullError(f"{source} did not send an Arrow stream: {error}") from error
+def _file_of(run: Listed) -> str:
+    name = str(run["file"])
+    if not _FILE_NAME.fullmatch(name):
+        raise PullError(f"{name!r:.140} is no name of a file")
+    return name
 
 
-def _seal(body: io.BufferedReader[Any] | io.BufferedRandom, path: Path) -> None:
-    """Write one stream as an Arrow file, batch by batch."""
-    stream = pa.ipc.open_stream(body)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, stream.schema) as writer:
-        for item in stream.iter_batches_with_custom_metadata():
-            bad = checksums.damaged(item.batch, checksums.read(item.custom_metadata, stream.schema.names))
-            bad += [] if checksums.is_of_run(item.custom_metadata or {}) else ["the description"]
-            if bad:
-                raise PullError(f"{', '.join(bad)} of a run is not what the server wrote: run `verify` there")
-            writer.write_batch(item.batch, custom_metadata=item.custom_metadata)
+def _seal(path: Path, runs: set[str]) -> None:
+    """Check what came of a file, and seal it."""
+    found = list(whole_runs(path))
+    if runs - {run.facts.run_id for run in found}:
+        raise PullError(_CHANGED)
+    for run in found:
+        if bad := run.damage():
+            raise PullError(f"{', '.join(bad)} of run {run.facts.run_id} is not what was written: run `verify` there")
+    rewrite(path, found[0].batches[0].schema, [batch for run in found for batch in run.batches], path.parent)

@@ -12,7 +12,7 @@ import ray.data
 import torch
 
 from deployments.activations.reader.row_index import Chosen, RowIndex, index_rows
-from deployments.activations.reader.row_reader import RowBatch, RowReader
+from deployments.activations.reader.row_reader import RowReader
 from deployments.activations.segments.schema import PHASES
 
 _BLOCK = 64 << 20  # bytes of rows that become a table at once
@@ -44,24 +44,19 @@ def ray_dataset(
 
 
 def _tables(numbers: dict[str, np.ndarray], index: RowIndex, bits: bool) -> Iterator[pa.Table]:
-    """The rows of a block of consecutive numbers, some at once."""
+    """The rows of a block of numbers, some at once."""
     reader, most = RowReader(index), max(1, _BLOCK // index.row_bytes)
-    first, end = int(numbers["id"][0]), int(numbers["id"][-1]) + 1
-    for row in range(first, end, most):
-        yield _table(index, reader.between(row, min(end, row + most)), bits)
-
-
-def _table(index: RowIndex, batch: RowBatch, bits: bool) -> pa.Table:
-    runs = pa.DictionaryArray.from_arrays(batch.run.to(torch.int32).numpy(), [run.run_id for run in index.runs])
-    phase = pa.DictionaryArray.from_arrays(batch.generated.to(torch.int8).numpy(), PHASES)
-    columns = {
-        "run_id": runs.cast(pa.string()),
-        "position": pa.array(batch.position.numpy()),
-        "phase": phase.cast(pa.string()),
-        "token_id": pa.array(batch.token_id.numpy()),
-    }
-    for name, values in batch.points.items():
-        if values.dtype == torch.bfloat16:
-            values = values.view(torch.uint16) if bits else values.float()
-        columns[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(values.numpy())
-    return pa.table(columns)
+    ids = np.array([run.run_id for run in index.runs], dtype=object)
+    for first in range(0, len(numbers["id"]), most):
+        batch = reader.take(numbers["id"][first : first + most])
+        columns = {
+            "run_id": pa.array(ids[batch.run.numpy()], pa.string()),
+            "position": pa.array(batch.position.numpy()),
+            "phase": pa.array(np.array(PHASES, dtype=object)[batch.generated.int().numpy()], pa.string()),
+            "token_id": pa.array(batch.token_id.numpy()),
+        }
+        for name, values in batch.points.items():
+            if values.dtype == torch.bfloat16:
+                values = values.view(torch.uint16) if bits else values.float()
+            columns[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(values.numpy())
+        yield pa.table(columns)

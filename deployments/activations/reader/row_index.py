@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations.facts import PointType, RunFacts
-from deployments.activations.reader.selection import Wanted, checked
-from deployments.activations.reader.sources import chosen, on_disk
+from deployments.activations.facts import RunFacts
+from deployments.activations.reader.selection import Wanted, select
+from deployments.activations.reader.sources import chosen
 from deployments.activations.reader.stored_rows import positions_of
 from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.columns import DTYPES
 from deployments.activations.segments.schema import PHASES
 from deployments.activations.segments.segments import WholeRun
+from deployments.points.names import nearest
 from deployments.points.token_choices import TokenChoice, check
 
 Chosen = TokenChoice | Mapping[str, Any]  # which tokens, as in a request
@@ -63,13 +64,6 @@ class RowIndex:
         """Bytes of a row in all columns."""
         return sum(column.width for column in self.columns.values())
 
-    @property
-    def ends(self) -> np.ndarray:
-        """As `offsets`, the byte after a block's values of a column."""
-        widths = np.array([column.width for column in self.columns.values()])
-        ends: np.ndarray = self.offsets + widths[:, None] * np.diff(self.starts)
-        return ends
-
 
 def index_rows(
     source: str | os.PathLike[str],
@@ -81,117 +75,77 @@ def index_rows(
 ) -> RowIndex:
     """Look through files once, for the rows of such points and tokens; of a run's tensors nothing is read.
 
-    `source` is a store's or session's directory, or one file, as a path or URI; or the id of a run. Files in a bucket
-    are first copied to a temporary directory, since rows are read out of maps. `points` are read as by
-    `names.recorded`; a pattern means what the first run with any such point recorded. Runs that did not record them all
-    are left out. `session` and `runs` limit the runs; `tokens` is `all`, `prompt`, `prompt_last`, `{"last": 3}`,
-    `{"text": "France"}` and so on, as `token_choices` defines it.
+    `source` is the directory of a store, an owner or a session, or one file, as a path or URI; or the id of a run.
+    Files in a bucket are first copied to a temporary directory. `points` are read as by `names.recorded`; a pattern
+    means what the first run with any such point recorded. Runs that did not record them all are left out. `session`
+    and `runs` limit the runs; `tokens` is `all`, `prompt`, `prompt_last`, `{"last": 3}`, `{"text": "France"}` and so
+    on, as `token_choices` defines it.
 
     RequestError, a ValueError, if there is no such run or point. ValueError if no point is named, one is an attention
     pattern, differs in shape or dtype from run to run, or was not recorded by a run that `runs` names; or if no row is
-    left. FileNotFoundError if there is no such source or session, ElsewhereError if runs of it lie on other nodes.
+    left. FileNotFoundError if there is no such source or session.
     """
     if isinstance(points, str) or not points:
         raise ValueError("points: name at least one, as a list")
     choice = check(tokens)
     files, wanted = chosen(source, session, runs)
-    named, recorded = list(dict.fromkeys(points)), set[str]()
-    found = _Found(named, wanted.runs is not None)
-    for _, of_file in groupby(checked(on_disk(files), wanted), key=lambda run: run.file):
-        recorded |= set((first := next(of_file)).types)
-        if found.has_all(first):  # all runs of a file have the same points
-            for run in chain([first], of_file):
-                found.add(run, choice)
-    if found.lacking and wanted.runs is not None and found.blocks:
-        raise ValueError(found.lacking)
-    Wanted(points=named).check((), recorded)
-    return found.index()
+    names, recorded, columns = list(dict.fromkeys(points)), set[str](), dict[str, Column]()
+    paths, found, blocks = list[Path](), list[RunFacts](), list[_Block]()
+    for path, of_file in groupby(select(files, wanted), key=lambda run: run.path):
+        first = next(of_file)  # all runs of a file have the same points
+        recorded |= set(first.types)
+        meant = {name: list(Wanted(points=[name]).of(first.batches[0].schema)) for name in names}
+        if lacking := [name for name in names if not meant[name]]:
+            if wanted.runs is not None:
+                there = nearest(lacking[0], list(first.types))
+                raise ValueError(f"runs: {first.facts.run_id!r} did not record {', '.join(lacking)}; there is {there}")
+            continue
+        names = list(dict.fromkeys(name for each in meant.values() for name in each))
+        columns = _columns(first, names, columns)
+        paths.append(path)
+        for run in chain([first], of_file):
+            found.append(replace(run.facts, interventions=[], text=None))
+            positions = positions_of(run, choice, "tokens")
+            for batch in run.batches:
+                if batch.num_rows:
+                    blocks += _blocks(batch, positions, columns, len(paths) - 1, len(found) - 1)
+    Wanted(points=names).check((), recorded)
+    if not blocks:
+        raise ValueError(f"points, tokens: no run has rows of {', '.join(names)} for such tokens")
+    file, run_of, generated, rows, offsets = (np.array(each) for each in zip(*blocks, strict=True))
+    starts = np.concatenate([[0], np.cumsum(rows)])
+    return RowIndex(paths, found, columns, file, run_of, generated, starts, offsets.T.copy())
 
 
 _Block = tuple[int, int, bool, int, list[int]]  # as in `RowIndex`: file, run, generated, rows and offsets
 
 
-class _Found:
-    """The rows of runs that were looked at, and what the first run without all of the points lacks."""
-
-    def __init__(self, points: list[str], are_named: bool) -> None:
-        self.lacking = ""
-        self.blocks = list[_Block]()
-        self._points = points  # as they were named, until a file has them all
-        self._are_named = are_named  # whether each run has to have the points
-        self._columns: dict[str, Column] = {}
-        self._paths, self._runs = list[Path](), list[RunFacts]()
-
-    def add(self, run: WholeRun, choice: TokenChoice) -> None:
-        """Add the rows of such tokens of a run that has all of the points."""
-        self._runs.append(replace(run.facts, interventions=[], text=None))
-        positions = positions_of(run, choice, "tokens")
-        for batch in run.batches:
-            self._add(batch, positions)
-
-    def index(self) -> RowIndex:
-        """All of it."""
-        if not self.blocks:
-            raise ValueError(f"points, tokens: no run has rows of {', '.join(self._points)} for such tokens")
-        file, run, generated, rows, offsets = (np.array(each) for each in zip(*self.blocks, strict=True))
-        starts = np.concatenate([[0], np.cumsum(rows)])
-        return RowIndex(self._paths, self._runs, self._columns, file, run, generated, starts, offsets.T.copy())
-
-    def has_all(self, run: WholeRun) -> bool:
-        """Whether the runs of a file, of which this is the first, have all of the points; ValueError on a misfit."""
-        schema = None if self._columns else run.batches[0].schema  # of which patterns are resolved
-        meant = {
-            name: [name] if name in run.types else [*Wanted(points=[name]).of(schema)] if schema else []
-            for name in self._points
-        }
-        if lacking := [name for name in self._points if not meant[name]]:
-            self.lacking = self.lacking or f"runs: {run.facts.run_id!r} did not record {', '.join(lacking)}"
-            if self._are_named and len(lacking) < len(self._points):
-                raise ValueError(self.lacking)
-            return False
-        self._points = list(dict.fromkeys(name for names in meant.values() for name in names))
-        columns = dict.fromkeys(IDS, Column((), torch.int32))
-        columns |= {name: _column(name, run.types[name]) for name in self._points}
-        for name, column in self._columns.items():
-            if columns[name] != column:
-                raise ValueError(
-                    f"points: {name} is {column} in some runs and {columns[name]} in {run.facts.run_id!r}: "
-                    "choose runs of one model and dtype, by session or runs"
-                )
-        self._columns = columns
-        self._paths += [run.file.local] if run.file.local else []
-        return True
-
-    def _add(self, batch: Batch, positions: Sequence[int]) -> None:
-        """Add those of a batch's rows that are of such tokens, in blocks of rows that lie one after the other."""
-        rows = batch.select(["phase", *self._columns])
-        generated = rows["phase"].indices.to_numpy() == PHASES.index("generated")
-        at = rows["position"].to_numpy()
-        if isinstance(positions, range):
-            taken = (at >= positions.start) & (at < positions.stop)
-        else:
-            taken = np.isin(at, positions)
-        kinds = np.where(taken, generated, -1)
-        widths = np.array([column.width for column in self._columns.values()])
-        offsets = np.array([batch.place(rows[name], column.width) for name, column in self._columns.items()])
-        firsts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist()]
-        for first, end in zip(firsts, [*firsts[1:], len(kinds)], strict=True):
-            if kinds[first] >= 0:
-                begin, is_generated = (offsets + first * widths).tolist(), bool(kinds[first])
-                self.blocks.append((len(self._paths) - 1, len(self._runs) - 1, is_generated, end - first, begin))
+def _columns(run: WholeRun, points: Sequence[str], before: Mapping[str, Column]) -> dict[str, Column]:
+    """The columns of the rows of a run; ValueError if they are others than those of the runs before."""
+    columns = dict.fromkeys(IDS, Column((), torch.int32))
+    for name in points:
+        shape, dtype = run.types[name]
+        if None in shape:
+            raise ValueError(f"points: {name} is an attention pattern, whose rows grow and fit no batch: use load")
+        columns[name] = Column(tuple(size or 0 for size in shape), DTYPES[dtype])
+        if before and columns[name] != before[name]:
+            raise ValueError(
+                f"points: {name} is {before[name]} in some runs and {columns[name]} in {run.facts.run_id!r}: "
+                "choose runs of one model and dtype, by session or runs"
+            )
+    return columns
 
 
-def _column(name: str, kind: PointType) -> Column:
-    shape = tuple(size for size in kind.shape if size is not None)
-    if len(shape) < len(kind.shape):
-        raise ValueError(f"points: {name} is an attention pattern, whose rows grow and do not fit a batch: use load")
-    return Column(shape, DTYPES[kind.dtype])
-
-
-def blocks_between(starts: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Rows in order, as (block, first row of it, rows)."""
-    block = int(np.searchsorted(starts, first, side="right")) - 1
-    while first < end:
-        until = min(end, int(starts[block + 1]))
-        yield block, first - int(starts[block]), until - first
-        first, block = until, block + 1
+def _blocks(
+    batch: Batch, positions: Sequence[int], columns: Mapping[str, Column], file: int, run: int
+) -> Iterator[_Block]:
+    """Those of a batch's rows that are of tokens at these positions, in blocks that lie one after the other."""
+    rows = batch.select(["phase", *columns])
+    generated = rows["phase"].indices.to_numpy() == PHASES.index("generated")
+    kinds = np.where(np.isin(rows["position"].to_numpy(), positions), generated, -1)
+    widths = np.array([column.width for column in columns.values()])
+    offsets = np.array([batch.offset_of(rows[name], column.width) for name, column in columns.items()])
+    firsts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist()]
+    for first, end in zip(firsts, [*firsts[1:], len(kinds)], strict=True):
+        if kinds[first] >= 0:
+            yield file, run, bool(kinds[first]), end - first, (offsets + first * widths).tolist()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from deployments.activations.facts import PointType
-from deployments.activations.files.places import File
 from deployments.activations.segments.batches import batches_of
 from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import WholeRun, whole_runs
@@ -18,16 +18,11 @@ from deployments.points.names import matching, nearest, some
 
 
 class Wanted(NamedTuple):
-    """Which runs and points to read; None is all.
-
-    `offsets` are the bytes in files of the first of `runs`, where a catalogue knows them: reading begins there and ends
-    with the last of `runs`, which are then in no other file.
-    """
+    """Which runs and points to read; None is all."""
 
     session: str | None = None
     runs: Collection[str] | None = None
     points: Collection[str] | None = None  # names and patterns, as for `names.recorded`
-    offsets: Mapping[File, int] | None = None
 
     def of(self, schema: pa.Schema) -> dict[str, PointType]:
         """The wanted points of a file; RequestError for a negative layer if the number of layers is not recorded."""
@@ -53,41 +48,29 @@ class Wanted(NamedTuple):
             raise RequestError(message, "points", "point_not_recorded")
 
 
-def select(files: Iterable[File], wanted: Wanted, left: set[str] | None = None) -> Iterator[WholeRun]:
-    """The wanted runs of files that have a wanted point, in file order; those found are removed from `left`."""
-    offsets, left = wanted.offsets or {}, set(wanted.runs or ()) if left is None else left
+def select(files: Iterable[Path], wanted: Wanted) -> Iterator[WholeRun]:
+    """The wanted runs of files that have a wanted point, in file order, with these points alone.
+
+    At the end RequestError, as of `Wanted.check`, if none was such a run, or had such a point.
+    """
+    runs, points = set[str](), set[str]()
     for file in files:
-        types: Mapping[str, PointType] | None = None
-        for run in whole_runs(file, offsets.get(file, 0)):
+        types: Mapping[str, PointType] | None = None  # all runs of a file have the same points
+        for run in whole_runs(file):
             if wanted.session not in (None, run.facts.session_id):
                 continue
+            runs.add(run.facts.run_id)
             if wanted.runs is None or run.facts.run_id in wanted.runs:
-                types = types if types is not None else wanted.of(run.batches[0].schema)
+                points.update(run.types)
+                types = wanted.of(run.batches[0].schema) if types is None else types
                 if types:
-                    for batch in run.batches:
-                        batch.check()
                     yield run._replace(types=types)
-                left.discard(run.facts.run_id)
-                if offsets and not left:
-                    return
-
-
-def checked(files: Iterable[File], wanted: Wanted) -> Iterator[WholeRun]:
-    """As `select`, for all files; at the end, raises RequestError as `Wanted.check` does."""
-    runs, points = set[str](), set[str]()
-    for found in select(files, Wanted(wanted.session)):
-        runs.add(found.facts.run_id)
-        if wanted.runs is not None and found.facts.run_id not in wanted.runs:
-            continue
-        points.update(found.types)
-        if types := wanted.of(found.batches[0].schema):
-            yield found._replace(types=types)
     wanted.check(runs, points)
 
 
-def by_schema(files: Iterable[File]) -> list[tuple[pa.Schema, list[File]]]:
+def by_schema(files: Iterable[Path]) -> list[tuple[pa.Schema, list[Path]]]:
     """Group files by schema: by session, model, points and dtypes."""
-    groups = dict[bytes, tuple[pa.Schema, list[File]]]()
+    groups = dict[bytes, tuple[pa.Schema, list[Path]]]()
     for file in files:
         if first := next(batches_of(file), None):
             groups.setdefault(first.schema.serialize().to_pybytes(), (first.schema, []))[1].append(file)

@@ -1,96 +1,89 @@
-"""The files to search for stored runs: those at a path or URI, or the one that has a run id."""
+"""The files to search for stored runs: those at a path or URI, or the one that has a run id.
+
+Whatever is read is a local file. A bucket's files are copied to a temporary directory, which is removed with this
+process, and so are runs of a server.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import shutil
 import tempfile
-import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import cache, lru_cache
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
-import httpx
-
-from deployments.activations.catalogue import buckets, directories
-from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.catalogue.directories import ElsewhereError
-from deployments.activations.facts import check_session_id
-from deployments.activations.files.disk import files_of, scan
-from deployments.activations.files.places import Directory, DiskFile, File, Source, file_at, place_of, source_of
-from deployments.activations.reader.pulling import PullError, pull
+from deployments.activations.facts import Entry, check_session_id, names_a_session
+from deployments.activations.files.buckets import Bucket, bucket
+from deployments.activations.index.index import Index
+from deployments.activations.reader.pulling import PullError, connect, fetch, listed
 from deployments.activations.reader.selection import Wanted
-from deployments.activations.segments.segments import whole_runs
+from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.options import STORE_VARIABLE, default_store
 
-_FETCHES = 8  # files of a bucket that are copied at a time
-_MOST_FETCHED = 16  # runs of servers whose files are there for another call
-_copies: dict[File, DiskFile] = {}  # in a temporary directory, of files of a bucket, and files of servers' runs
-AnySource = str | os.PathLike[str] | Source
+_COPIES = 8  # files of a bucket that are copied at a time
+_copies: dict[str, Path] = {}  # of a bucket's files, by their URIs
+
+AnySource = str | os.PathLike[str]
 
 
-class Located(NamedTuple):
-    """A run's file, and the byte offset of the run in it."""
+class SourceFile(NamedTuple):
+    """A file of a source: a path on the disk, or a name in a bucket, where it has `bytes`."""
 
-    run_id: str
-    file: File
-    offset: int
+    name: str
+    bucket: Bucket | None = None
+    bytes: int = 0
+
+    def here(self) -> Path:
+        """The file on the disk, which is copied if it is not there. OSError if the bucket refuses."""
+        if self.bucket is None:
+            return Path(self.name)
+        if (copy := _copies.get(uri := self.bucket.uri_of(self.name))) is None:
+            copy = Path(tempfile.mkdtemp(dir=_temporary())) / Path(self.name).name
+            self.bucket.fetch(self.name, copy)
+            _copies[uri] = copy
+        return copy
 
 
-def segments(source: AnySource, session: str | None = None) -> list[File]:
-    """The Arrow files of a store or session, or one file: of a store's directory also those in its bucket alone.
+def segments(source: AnySource, session: str | None = None) -> list[Path]:
+    """The Arrow files of a source: of a store, of an owner, of a session, or one file.
 
-    FileNotFoundError if there is none, ElsewhereError if some lie on other nodes.
+    A source is a path, or a URI, `file://` or of a bucket. `session` chooses the sessions of that name.
+    FileNotFoundError if there is nothing; OSError if a bucket refuses, or its files do not fit the disk.
     """
-    found, away = readable(source, session)
-    if away:
-        raise away
+    found = files_of(source, session)
+    if away := [one for one in found if one.bucket and one.bucket.uri_of(one.name) not in _copies]:
+        needed, free = sum(one.bytes for one in away), shutil.disk_usage(folder := _temporary()).free
+        if needed > free:
+            raise OSError(
+                f"{needed} bytes of {len(away)} files that are in a bucket do not fit {folder}, which has {free}: "
+                "choose a session, or name a directory on a larger disk by the variable TMPDIR"
+            )
+    with ThreadPoolExecutor(_COPIES) as pool:
+        return list(pool.map(SourceFile.here, found))
+
+
+def files_of(source: AnySource, session: str | None = None) -> list[SourceFile]:
+    """The same, of which a bucket's files are not copied yet."""
+    if session is not None:
+        check_session_id(session)
+    text, is_there = os.fspath(source), False
+    if _is_remote(text):
+        found = _of_bucket(text, session)
+    elif (path := _path_of(text)).is_file():
+        return [SourceFile(str(path))]
+    else:
+        found = [*_of_directory(path, session), *_only_archived(path, session)]
+        is_there = path.is_dir() and session is None
+    if not found and not is_there:
+        missing = "there is nothing at" if session is None else f"there is no session {session!r} in"
+        raise FileNotFoundError(f"{missing} {text.partition('?')[0]}")
     return found
-
-
-def readable(source: AnySource, session: str | None = None) -> tuple[list[File], ElsewhereError | None]:
-    """The same, but the error is not raised."""
-    source = source_of(source)
-    if isinstance(source, File):
-        return [source], None
-    folder = source if session is None else source.below(check_session_id(session))
-    if not isinstance(source, Directory):
-        found = buckets.segments_in(folder)
-        if not found:
-            raise FileNotFoundError(f"there is nothing at {source}" + (f" of session {session!r}" if session else ""))
-        return found, None
-    root = source.local.resolve()
-    path = root / session if session else root
-    is_there = path.is_dir() and not (session and path.is_symlink())
-    seen = list(files_of(root)) if root.is_dir() else []  # of a session's directory
-    if not seen and is_there:
-        seen = list(files_of(path) if session else scan(root))
-    on_disk: dict[directories.Name, File] = {(one.session_id, one.file.name): DiskFile(one.file) for one in seen}
-    others, away = directories.segments(root, session, on_disk)
-    if not (on_disk or others or away or is_there):
-        missing = f"there is no session {session!r} in" if root.is_dir() else "there is nothing at"
-        raise FileNotFoundError(f"{missing} {source}")
-    return [file for _, file in sorted((on_disk | others).items())], away
-
-
-def find_runs(source: Source, runs: Collection[str], session: str | None = None) -> list[Located]:
-    """Those of the runs that a store's catalogue or a bucket's manifest lists; no file is opened.
-
-    ElsewhereError if one of them lies on another node.
-    """
-    if isinstance(source, File):
-        return []
-    if isinstance(source, Directory):
-        found = directories.find(source.local.resolve(), session, runs)
-        return [Located(entry.facts.run_id, file, entry.offset) for entry, file in found]
-    manifest, place, only = buckets.at(source)
-    entries = Catalogue(manifest).entries(only or session, runs) if manifest else []
-    return [Located(entry.facts.run_id, file_at(entry.uri, [place]), entry.offset) for entry in entries]
 
 
 def is_run_id(source: object) -> bool:
@@ -98,101 +91,135 @@ def is_run_id(source: object) -> bool:
     return isinstance(source, str) and "/" not in source and not os.path.lexists(source)
 
 
-def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
-    """Find a run's file in a store, or fetch it from a server; by default `default_store`.
+def locate(run_id: str, root: AnySource | None = None) -> tuple[Path, int]:
+    """Find a run in a store, or fetch it from a server, by default `default_store`: its file, and its offset there.
 
-    A fetched file stays in a temporary directory while it is in use or among the last ones. FileNotFoundError if there
-    is no such store, run or file; ElsewhereError if it lies on another node; OSError if the bucket refuses, ValueError
-    if the server does.
+    FileNotFoundError if there is no such store or run; OSError if the bucket refuses, ValueError if the server does.
     """
     given = os.fspath(root) if root is not None else default_store()
+    how = f"name another as root, or by {STORE_VARIABLE}"
     if given.startswith(("http://", "https://")):
-        return Located(run_id, _fetched(given, run_id), 0)
-    store = place_of(given) if "://" in given else Directory(Path(given).expanduser().resolve())
+        return _of_server(given, run_id), 0
     try:
-        found = next(iter(find_runs(store, [run_id])), None)
-        if found is None:  # what a catalogue says of files elsewhere is whole
-            files = [file for file in readable(store)[0] if file.local or not isinstance(store, Directory)]
-            runs = (run for file in files for run in whole_runs(file) if run.facts.run_id == run_id)
-            found = next((Located(run_id, run.file, run.offset) for run in runs), None)
+        found = next(find(given, run_id), None)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no store at {store}: name one as root, or by {STORE_VARIABLE}") from error
+        raise FileNotFoundError(f"there is no store at {given}: {how}") from error
     if found is None:
-        raise FileNotFoundError(
-            f"there is no run {run_id!r} in {store}: name another store as root, or by {STORE_VARIABLE}"
-        )
-    if not found.file.exists():
-        raise FileNotFoundError(f"the run {run_id!r} was in {found.file}, which is gone")
-    return found
+        raise FileNotFoundError(f"there is no run {run_id!r} in {given.partition('?')[0]}: {how}")
+    return found.path, found.offset
+
+
+def find(source: AnySource, run_id: str) -> Iterator[WholeRun]:
+    """The runs of this id in a source: by the index that knows it, else by a look through the files.
+
+    A bucket's files are copied one by one. Errors are as of `segments`.
+    """
+    for file, entry in _indexed(source, {run_id}):
+        run = next(whole_runs(file.here(), entry.offset), None)
+        if run is not None and run.facts.run_id == run_id:  # else the index is an older one
+            yield run
+            return
+    for file in files_of(source):
+        yield from (run for run in whole_runs(file.here()) if run.facts.run_id == run_id)
 
 
 def chosen(
     source: AnySource, session: str | None, runs: Collection[str] | None, points: Collection[str] | None = None
-) -> tuple[list[File], Wanted]:
+) -> tuple[list[Path], Wanted]:
     """The files in which to look for runs, and which runs and points to take of them; None for all.
 
-    Where a store's catalogue knows all of `runs`, only their files are listed. A run's id may be the source, too.
+    Where a store's index knows all of `runs`, only their files are listed. A run's id may be the source, too.
     """
     if isinstance(runs, str):
         raise ValueError("runs: name them as a list")
     if is_run_id(source):
-        return [locate(str(source)).file], Wanted(session, {str(source)}, points)
-    place, wanted = source_of(source), Wanted(session, None if runs is None else set(runs), points)
+        return [locate(str(source))[0]], Wanted(session, {str(source)}, points)
+    wanted = Wanted(session, None if runs is None else set(runs), points)
     if wanted.runs:
-        found = find_runs(place, wanted.runs, session)
-        if {run.run_id for run in found} == wanted.runs:
-            return sorted({run.file for run in found}, key=str), wanted
-    return segments(place, session), wanted
+        known = [one for one in _indexed(source, wanted.runs) if session in (None, one[1].facts.session_id)]
+        if sorted(entry.facts.run_id for _, entry in known) == sorted(wanted.runs):
+            return sorted({file.here() for file, _ in known}), wanted
+    return segments(source, session), wanted
 
 
-def on_disk(files: Sequence[File]) -> list[DiskFile]:
-    """The same files, those of a bucket as copies in a temporary directory, which is removed with this process.
-
-    OSError if they do not fit its disk, or the bucket refuses.
-    """
-    _copies.update((file, file) for file in files if isinstance(file, _Fetched))
-    if away := {file for file in files if file.local is None and file not in _copies}:
-        folder = _temporary()
-        with ThreadPoolExecutor(_FETCHES) as pool:
-            needed, free = sum(pool.map(attrgetter("size"), away)), shutil.disk_usage(folder).free
-            if needed > free:
-                raise OSError(
-                    f"{needed} bytes of {len(away)} files that are in a bucket do not fit {folder}, which has {free}: "
-                    "choose fewer runs, or name a directory on a larger disk by the variable TMPDIR"
-                )
-            list(pool.map(_copy, away))
-    return [file if isinstance(file, DiskFile) else _copies[file] for file in files]
+def _is_remote(source: str) -> bool:
+    return "://" in source and not source.startswith("file://")
 
 
-def _copy(file: File) -> None:
-    copy = _temporary() / f"{secrets.token_hex(8)}.arrow"
-    file.fetch(copy)
-    _copies[file] = DiskFile(copy)
+def _path_of(source: str) -> Path:
+    is_uri = source.startswith("file://")
+    return Path(unquote(urlsplit(source).path) if is_uri else source).expanduser().resolve()
 
 
-class _Fetched(DiskFile):
-    """A run's file from a server, in a temporary directory as long as this object is in use; maps of it stay valid."""
+def _of_directory(folder: Path, session: str | None, depth: int = 2) -> Iterator[SourceFile]:
+    """Files of a session's directory, an owner's or a store's; links are not followed."""
+    if not folder.is_dir():
+        return
+    for item in sorted(os.scandir(folder), key=lambda item: item.name):
+        if item.name.endswith(".arrow") and session in (None, folder.name) and item.is_file(follow_symlinks=False):
+            yield SourceFile(item.path)
+        elif depth and item.is_dir(follow_symlinks=False) and names_a_session(item.name):
+            yield from _of_directory(Path(item.path), session, depth - 1)
 
 
-@lru_cache(_MOST_FETCHED)
-def _fetched(url: str, run_id: str) -> _Fetched:
-    """Fetch a run from a server."""
-    key = os.environ.get("VITRINE_API_KEY") or None
-    base = url.rstrip("/").removesuffix("/v1")
+def _of_bucket(uri: str, session: str | None) -> list[SourceFile]:
+    at = bucket(uri)
+    if at.path.endswith(".arrow"):
+        folder, _, name = at.path.rpartition("/")
+        at = Bucket(at.fs, folder, at.uri.rpartition("/")[0])
+        return [] if (size := at.size(name)) is None else [SourceFile(name, at, size)]
+    found = list[SourceFile]()
+    for name, size in sorted(at.list().items()):
+        *above, _ = name.split("/")
+        folder = above[-1] if above else at.path.rpartition("/")[2]
+        if name.endswith(".arrow") and len(above) <= 2 and session in (None, folder):
+            found.append(SourceFile(name, at, size))
+    return found
+
+
+def _stores(folder: Path) -> Iterator[tuple[Index, str]]:
+    """The index of the store that a directory is, or is in, with the directory's path below the store's."""
+    below = ""
+    for root in (folder, *folder.parents[:2]):
+        if (index := Index.reading(root)) is not None:
+            with closing(index):
+                yield index, below
+        below = f"{root.name}/{below}"
+
+
+def _indexed(source: AnySource, runs: Collection[str]) -> list[tuple[SourceFile, Entry]]:
+    """Those of some runs that a store's index knows below a directory, with their files."""
+    found = list[tuple[SourceFile, Entry]]()
+    if _is_remote(text := os.fspath(source)):
+        return found
+    for index, below in _stores(_path_of(text)):
+        for entry in index.entries(None, runs):
+            if entry.path.startswith(below) and (path := index.root / entry.path).is_file():
+                found.append((SourceFile(str(path)), entry))
+            elif entry.path.startswith(below) and entry.archived:
+                found.append((SourceFile(entry.path, bucket(index.archive_uri)), entry))
+    return found
+
+
+def _only_archived(folder: Path, session: str | None) -> Iterator[SourceFile]:
+    """Files of a local store that only its archive has."""
+    for index, below in _stores(folder):
+        for path, size in index.select("SELECT path, bytes FROM files WHERE NOT local AND rows IS NOT 0"):
+            if path.startswith(below) and session in (None, path.split("/")[1]):
+                yield SourceFile(path, bucket(index.archive_uri), size)
+
+
+@lru_cache(16)
+def _of_server(url: str, run_id: str) -> Path:
+    """Fetch a run from a server; its file stays until this process ends."""
+    folder = Path(tempfile.mkdtemp(dir=_temporary()))
     try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        wanted = {"run": run_id, "limit": "1"}
-        answer = httpx.get(f"{base}/v1/activations/runs", params=wanted, headers=headers, timeout=60)
-        listed = answer.raise_for_status().json()["data"]
-        if not listed:
-            raise FileNotFoundError(f"{url} has no run {run_id!r}")
-        folder = Path(tempfile.mkdtemp(dir=_temporary()))
-        pulled = pull(base, listed[0]["session_id"], folder, runs=[run_id], api_key=key, progress=False)
-    except (httpx.HTTPError, PullError) as error:
+        with connect(url, os.environ.get("VITRINE_API_KEY") or None) as http:
+            fetch(http, listed(http, None, [run_id]), folder, progress=False)
+    except (PullError, LookupError, TypeError) as error:
         raise ValueError(f"the run {run_id!r} cannot be fetched from {url}: {error}") from error
-    [path] = pulled.glob("*.arrow")
-    weakref.finalize(file := _Fetched(path), shutil.rmtree, folder, ignore_errors=True)
-    return file
+    [path] = folder.glob("*.arrow")
+    return path
 
 
 @cache

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from safetensors.torch import save
 
-from deployments.activations.facts import Entry, PointType
-from deployments.activations.files.places import DamagedError, File
+from deployments.activations.facts import Entry
 from deployments.activations.reader.loading import column_of
-from deployments.activations.segments.columns import DTYPES
+from deployments.activations.segments.batches import DamagedError
+from deployments.activations.segments.columns import DTYPES, to_tensor
 from deployments.activations.segments.schema import segment_facts
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
@@ -19,22 +20,23 @@ from deployments.points.names import some
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
 
 
-def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
+def read_rows(path: Path, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
     """Rows of a stored run, bit for bit: a safetensors file whose tensor `i` is [tokens, ...] of the i-th point.
 
     Each point comes as the names that it may have been recorded by, the likeliest first, or the module's path with its
     side. RequestError names the field of `from` if there is no such point or token, or more than `most` bytes;
     FileNotFoundError if the file is gone, DamagedError if it does not hold all of the run.
     """
-    run = next(whole_runs(file, entry.offset), None)
+    run = next(whole_runs(path, entry.offset), None)
     if run is None or run.facts.run_id != entry.facts.run_id:
-        raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
+        raise DamagedError(f"{path}: the run {entry.facts.run_id} cannot be read there")
     types, modules = run.types, segment_facts(run.batches[0].schema).modules
     names = [_recorded(point, list(types), modules) for point in points]
     index = _index(run, tokens)
     if pattern := next((name for name in names if None in types[name].shape), None):
         raise RequestError(f"{pattern} is an attention pattern, whose rows fit no other place", "from.point")
-    size = sum(row_bytes(types[name]) for name in names) * len(index)
+    widths = (math.prod(size or 0 for size in types[name].shape) * DTYPES[types[name].dtype].itemsize for name in names)
+    size = sum(widths) * len(index)
     if size > most:
         raise RequestError(f"{size} bytes of stored rows, and there is room for {most}", "from", "rows_too_large")
     return save({str(i): _rows(run, name, index) for i, name in enumerate(names)})
@@ -42,13 +44,15 @@ def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens:
 
 def _recorded(names: Sequence[str], recorded: Sequence[str], modules: Mapping[str, str]) -> str:
     """What the run calls a point that goes by several names."""
+    by_name = {name: name for name in recorded}
     by_module = {modules.get(name): name for name in reversed(recorded)}
-    found = next((name for name in names if name in recorded), None)
-    found = found or next((by_module[name] for name in names if name in by_module), None)
-    if found is None:
-        message = f"the run did not record {names[0]}; it has {some(recorded)}"
-        raise RequestError(message, "from.point", "point_not_recorded")
-    return found
+    for known in (by_name, by_module):
+        for name in names:
+            if name in known:
+                return known[name]
+    raise RequestError(
+        f"the run did not record {names[0]}; it has {some(recorded)}", "from.point", "point_not_recorded"
+    )
 
 
 def _index(run: WholeRun, tokens: TokenChoice) -> torch.Tensor:
@@ -98,22 +102,12 @@ def _text(run: WholeRun, field: str) -> tuple[str, Sequence[int]]:
 
 
 def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
-    """[tokens, ...] of a point; of each batch no more is read than from the first of them to the last."""
-    kind = run.types[name]
-    shape = [size or 0 for size in kind.shape]
-    rows, start, width = torch.empty((len(index), *shape), dtype=DTYPES[kind.dtype]), 0, row_bytes(kind)
+    """[tokens, ...] of a point; of large batches, no other rows are read."""
+    shape, dtype = run.types[name]
+    rows, start = torch.empty((len(index), *(size or 0 for size in shape)), dtype=DTYPES[dtype]), 0
     for batch in run.batches:
         here = (index >= start) & (index < start + batch.num_rows)
         if here.any():
-            wanted = index[here] - start
-            low, high = int(wanted.min()), int(wanted.max()) + 1
-            at = batch.place(batch.select([name], whole=False)[name], width) + low * width
-            values = torch.frombuffer(batch.read(at, (high - low) * width), dtype=rows.dtype)
-            rows[here] = values.view(high - low, *shape)[wanted - low]
+            rows[here] = to_tensor(batch[name], dtype)[index[here] - start]
         start += batch.num_rows
     return rows
-
-
-def row_bytes(kind: PointType) -> int:
-    """Bytes of a row of a point that is no attention pattern."""
-    return math.prod(size or 0 for size in kind.shape) * DTYPES[kind.dtype].itemsize

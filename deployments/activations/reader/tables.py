@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType
-from deployments.activations.reader.selection import Wanted, checked
+from deployments.activations.reader.selection import Wanted, select
 from deployments.activations.reader.sources import chosen
 from deployments.activations.segments.columns import DTYPES
 from deployments.activations.segments.segments import WholeRun
@@ -59,15 +59,13 @@ def table(
     RequestError, a ValueError, if there is no such run or column; ValueError if the runs differ in points, shapes or
     dtypes; FileNotFoundError if there is no such source or session.
     """
-    if isinstance(columns, str):
-        raise ValueError("columns: name them as lists")
-    if columns is not None and not columns:
-        raise ValueError("columns: name at least one")
+    if isinstance(columns, str) or (columns is not None and not columns):
+        raise ValueError("columns: name at least one, as a list")
     points = None if columns is None else {name for name in columns if name not in COLUMNS}
     files, wanted = chosen(source, session, runs, points or None)
     batches, schema, of = list[pa.RecordBatch](), None, ""
     layout = Layout((torch.bfloat16, torch.float16)) if plain else Layout(tensors=True)
-    for run in checked(files, wanted):
+    for run in select(files, wanted):
         if (names := _columns(run, columns)) is None:
             continue
         found = list(record_batches(run, names, layout))
@@ -86,15 +84,11 @@ def table(
 
 def _columns(run: WholeRun, columns: Sequence[str] | None) -> list[str] | None:
     """The columns of a run's file that are meant; None where it lacks one."""
-    schema, found = run.batches[0].schema, dict[str, None]()
+    schema = run.batches[0].schema
     if columns is None:
         return list(schema.names)
-    for name in columns:
-        meant = [name] if name in COLUMNS else [*Wanted(points=[name]).of(schema)]
-        if not meant:
-            return None
-        found |= dict.fromkeys(meant)
-    return list(found)
+    meant = [[name] if name in COLUMNS else list(Wanted(points=[name]).of(schema)) for name in columns]
+    return list(dict.fromkeys(chain(*meant))) if all(meant) else None
 
 
 def runs_table(
@@ -104,7 +98,7 @@ def runs_table(
 
     `created` is in UTC, `tags` a map; `sampling` and `interventions` are JSON. Arguments and errors are as for `table`.
     """
-    return pa.Table.from_pylist([_run(run) for run in checked(*chosen(source, session, runs))], _RUNS)
+    return pa.Table.from_pylist([_run(run) for run in select(*chosen(source, session, runs))], _RUNS)
 
 
 class Layout(NamedTuple):
@@ -118,30 +112,28 @@ class Layout(NamedTuple):
 def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Iterator[pa.RecordBatch]:
     """A run's rows with these columns; a point's field says its `dtype` and `shape` in its metadata."""
     for batch in run.batches:
-        rows = batch.select(names)
-        arrays, fields = list[pa.Array](), list[pa.Field]()
-        for name in names:
-            kind = run.types.get(name)
-            arrays.append(_array(rows[name], kind, layout))
-            said = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)} if kind else None
-            fields.append(pa.field(name, arrays[-1].type, metadata=said))
-        yield pa.record_batch(arrays, schema=pa.schema(fields))
+        if batch.num_rows:
+            rows, fields = batch.select(names), list[pa.Field]()
+            arrays = [_array(rows[name], run.types.get(name), layout) for name in names]
+            for name, array in zip(names, arrays, strict=True):
+                kind = run.types.get(name)
+                said = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)} if kind else None
+                fields.append(pa.field(name, array.type, metadata=said))
+            yield pa.record_batch(arrays, schema=pa.schema(fields))
 
 
 def _array(column: Any, kind: PointType | None, layout: Layout) -> pa.Array:
     if kind is None:
         return column.cast(pa.string()) if layout.nested and pa.types.is_dictionary(column.type) else column
-    dtype = DTYPES[kind.dtype]
     if layout.tensors:
         return column
-    rows = column.storage if isinstance(column, pa.ExtensionArray) else column
+    rows, dtype = column.storage if isinstance(column, pa.ExtensionArray) else column, DTYPES[kind.dtype]
     flat = rows.flatten()
     if dtype in layout.widened:
         flat = pa.array(from_dlpack(flat).view(dtype).float().numpy())
     if isinstance(rows, pa.LargeListArray):
         return pa.LargeListArray.from_arrays(rows.offsets, flat)
-    sizes = kind.shape if layout.nested else [math.prod(size or 0 for size in kind.shape)]
-    for size in reversed(sizes):
+    for size in reversed(kind.shape if layout.nested else [rows.type.list_size]):
         flat = pa.FixedSizeListArray.from_arrays(flat, size)
     return flat
 

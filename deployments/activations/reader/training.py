@@ -21,16 +21,15 @@ _PIECE = 256 << 10  # bytes of rows that enter a window together
 class ActivationRows(IterableDataset[RowBatch]):
     """Batches of rows, each row once an epoch. Use `DataLoader(rows, batch_size=None)`, or iterate it as it is.
 
-    Shuffled, pieces of a run's rows (256 KiB) come in random order out of all files and make up windows of
-    `window_bytes`. The rows of a window are permuted, and batches cut from them; what is left goes into the next. The
+    Shuffled, pieces of consecutive rows (256 KiB) come in random order out of all files and make up windows of
+    `window_bytes`, whole batches and at least one. The rows of a window are permuted, and batches cut from them. The
     order follows from the seed, the epoch, and how many workers and ranks there are. Not shuffled, it is that of the
-    files, of which each worker has a share. Memory holds a batch, and 8 bytes for each row of a window: the window
-    itself stays in its files.
+    files, of which each worker has a share. Memory holds a batch and, shuffled, a window in each worker.
 
     `source`, `points`, `session`, `runs` and `tokens` are as for `index_rows`, as are errors. A batch has `batch_size`
     rows, the last one of each worker perhaps fewer; `drop_last` leaves such out, and all ranks have as many: none,
-    where a share is smaller. `rank` is which of `world_size` shares of the rows this process gets, by default as
-    torch.distributed says.
+    where a share is smaller. `rank` is which of `world_size` shares of the rows this process gets; give both, by
+    default they are torch.distributed's.
     """
 
     def __init__(
@@ -49,17 +48,19 @@ class ActivationRows(IterableDataset[RowBatch]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        for name, value in {"batch_size": batch_size, "window_bytes": window_bytes}.items():
-            if value < 1:
-                raise ValueError(f"{name}: {value} is less than 1")
-        if seed < 0:
-            raise ValueError(f"seed: {seed} is less than 0")
-        self._rank, self._world_size = _place(rank, world_size)
-        index = index_rows(source, points, session=session, runs=runs, tokens=tokens)
-        self._index = index
+        for name, value, least in (("batch_size", batch_size, 1), ("window_bytes", window_bytes, 1), ("seed", seed, 0)):
+            if value < least:
+                raise ValueError(f"{name}: {value} is less than {least}")
+        if rank is None or world_size is None:
+            there = distributed.is_available() and distributed.is_initialized()
+            rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if there else (0, 1)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank: {rank} is not one of {world_size}")
+        self._rank, self._world_size = rank, world_size
+        self._index = index = index_rows(source, points, session=session, runs=runs, tokens=tokens)
         self._reader: RowReader | None = None
         self._batch_size, self._shuffle, self._seed, self._drop_last = batch_size, shuffle, seed, drop_last
-        self._window = max(1, window_bytes // index.row_bytes)
+        self._window = max(1, window_bytes // index.row_bytes // batch_size) * batch_size  # rows, in whole batches
         self._piece = max(1, _PIECE // index.row_bytes)
         # In shared memory, so that workers which live on from epoch to epoch see it change.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -95,59 +96,23 @@ class ActivationRows(IterableDataset[RowBatch]):
             end = first + self.rows // shares // self._batch_size * self._batch_size
         if not self._shuffle:
             for row in range(first, end, self._batch_size):
-                yield reader.between(row, min(end, row + self._batch_size))
-            return
-        for rows in self._shuffled(first, end, share):
-            yield reader.take(rows)
+                yield reader.take(np.arange(row, min(end, row + self._batch_size)))
+        elif first < end:
+            yield from self._shuffled(reader, first, end, share)
 
-    def _shuffled(self, first: int, end: int, share: int) -> Iterator[np.ndarray]:
-        """The numbers of rows `first` to `end` once the pieces are in random order, batch by batch."""
-        begin, count = _pieces(self._index.starts, self._piece)
-        epoch = int(self._epoch)
-        order = np.random.default_rng([self._seed, epoch]).permutation(len(begin))  # the same in every share
-        begin, count = _cut(begin[order], count[order], first, end)
+    def _shuffled(self, reader: RowReader, first: int, end: int, share: int) -> Iterator[RowBatch]:
+        """Rows `first` to `end` of what the pieces are in random order, window by window."""
+        piece, epoch = self._piece, int(self._epoch)
+        generator = np.random.default_rng([self._seed, epoch])  # the same in every share
+        whole = self.rows // piece
+        order = np.append(generator.permutation(whole), whole)  # the last piece has fewer rows
+        shift = generator.integers(self.rows)  # so that these are other ones in each epoch
         within = np.random.default_rng([self._seed, epoch, share + 1])
-        ends, at, held = np.cumsum(count), 0, np.empty(0, dtype=np.int64)
-        while at < len(ends):
-            filled = (ends[at - 1] if at else 0) + self._window
-            until = max(at + 1, int(np.searchsorted(ends, filled, side="right")))
-            held = np.concatenate([held, _spread(begin[at:until], count[at:until])])
-            within.shuffle(held)
-            at = until
-            full = len(held) if at == len(ends) else len(held) // self._batch_size * self._batch_size
-            for row in range(0, full, self._batch_size):
-                yield held[row : min(full, row + self._batch_size)]
-            held = held[full:]
-
-
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if (rank is None) != (world_size is None):
-        raise ValueError("rank, world_size: give both or neither")
-    if rank is None or world_size is None:
-        there = distributed.is_available() and distributed.is_initialized()
-        return (distributed.get_rank(), distributed.get_world_size()) if there else (0, 1)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank: {rank} is not one of {world_size}")
-    return rank, world_size
-
-
-def _pieces(starts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """All blocks in pieces of up to `most` rows: each one's first row, and how many it has."""
-    rows = np.diff(starts)
-    each = -(-rows // most)
-    before = _spread(np.zeros_like(each), each) * most  # rows of its block before a piece
-    return np.repeat(starts[:-1], each) + before, np.minimum(most, np.repeat(rows, each) - before)
-
-
-def _cut(begin: np.ndarray, count: np.ndarray, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of pieces one after the other, what stands between two places."""
-    ends = np.cumsum(count)
-    low, high = np.maximum(ends - count, first), np.minimum(ends, end)
-    kept = low < high
-    return (begin + low - (ends - count))[kept], (high - low)[kept]
-
-
-def _spread(begin: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """`begin[i]` to `begin[i] + count[i]` for each i, one after the other."""
-    ends = np.cumsum(count)
-    return np.repeat(begin - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0)
+        room = reader.room(min(self._window, end - first))
+        for row in range(first, end, self._window):
+            place = np.arange(row, min(end, row + self._window))
+            numbers = (order[place // piece] * piece + place % piece + shift) % self.rows
+            window = reader.take(np.sort(numbers), room)
+            drawn = torch.from_numpy(within.permutation(len(numbers)))
+            for batch in range(0, len(drawn), self._batch_size):
+                yield window.select(drawn[batch : batch + self._batch_size])

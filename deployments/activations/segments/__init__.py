@@ -1,4 +1,4 @@
 """The file format: Arrow schemas and metadata, checksums, reading and writing one segment.
 
-Which segments exist is in `catalogue/`; when they are written is in `writer/`.
+Which segments exist is in `index/`; when they are written is in `writer/`.
 """

@@ -73,21 +73,16 @@ def _column(name: str, value: torch.Tensor | Patterns, positions: Sequence[int])
         raise ValueError(f"A point cannot be named {name!r}: the files have a column of that name")
     rows = len(positions)
     if isinstance(value, torch.Tensor):
-        return _tensor_column(name, value, rows)
+        if value.ndim < 2 or value.shape[0] != rows or 0 in value.shape:
+            raise ValueError(f"{name}: shape {tuple(value.shape)} is not [{rows}, ...features]")
+        flat = _flat(name, value)
+        kind = _tensor_type(flat.type, value.shape[1:])
+        return pa.ExtensionArray.from_storage(kind, pa.FixedSizeListArray.from_arrays(flat, len(flat) // rows))
     if list(value.positions) != list(positions):
         raise ValueError(f"{name}: patterns at {value.positions} are not those of the rows")
     ends = np.cumsum(np.arange(value.positions.start, value.positions.stop, dtype=np.int64) + 1)
     offsets = np.concatenate([[0], value.heads * ends])
     return pa.LargeListArray.from_arrays(pa.array(offsets), _flat(name, value.values))
-
-
-def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeTensorArray:
-    """`[rows, ...features]` as a column of `rows` tensors over the same memory."""
-    if tensor.ndim < 2 or tensor.shape[0] != rows or 0 in tensor.shape:
-        raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not [{rows}, ...features]")
-    flat = _flat(name, tensor)
-    kind = _tensor_type(flat.type, tensor.shape[1:])
-    return pa.ExtensionArray.from_storage(kind, pa.FixedSizeListArray.from_arrays(flat, len(flat) // rows))
 
 
 @lru_cache(256)

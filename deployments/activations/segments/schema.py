@@ -17,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from deployments.activations.facts import PointType, RunFacts, SegmentFacts
-from deployments.activations.segments import checksums
 from deployments.points.names import COLUMNS
 
-FORMAT = 3  # 2 had neither checksums nor `text_offset`
+FORMAT = 4
 PHASES = ("prompt", "generated")
 METADATA_KEY = b"vitrine"
 # `pa.array(PHASES)` would import pandas, which the store's process does not need.
@@ -87,13 +86,12 @@ def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = N
     """The metadata of a run's batches `first` to `first + count`; `run` if the last of them is its last."""
     metadata = [{"run_id": run_id, "batch": str(number)} for number in range(first, first + count)]
     if run:
-        said = run.as_json
-        metadata[-1] |= {"run": said, "batches": str(first + count), checksums.RUN: checksums.of_run(said.encode())}
+        metadata[-1] |= {"run": run.as_json, "batches": str(first + count)}
     return metadata
 
 
 def batch_facts(metadata: Mapping[bytes, bytes] | None) -> BatchFacts:
-    """The inverse of `batch_metadata`, without facts that a later version added; ValueError if it is another's."""
+    """The inverse of `batch_metadata`, ValueError if it is another's."""
     try:
         metadata = metadata or {}
         run_id, number = metadata[b"run_id"].decode(), int(metadata[b"batch"])

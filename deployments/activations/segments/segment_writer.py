@@ -4,115 +4,102 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.facts import Entry, RunFacts, StoredFile
-from deployments.activations.files.disk import create, directory
-from deployments.activations.segments.batches import batches_of
-from deployments.activations.segments.checksums import BATCH, described, of_batch
+from deployments.activations.facts import Entry, RunFacts, SessionName, StoredFile
+from deployments.activations.files.disk import NEW, create, directory
+from deployments.activations.segments.batches import Batch, DamagedError
+from deployments.activations.segments.checksums import KEY, checksum, of_content
 from deployments.activations.segments.schema import batch_metadata, empty_batch, free_batch, point_types
+from deployments.activations.segments.segments import whole_runs
 
-VERSION = "pyarrow"  # of a footer's metadata
-_CHUNK = 1 << 20
 _GATHERED = 16 << 10  # bytes of small writes that become one: a batch has several a column
 
 Batches = Sequence[pa.RecordBatch]
-Sums = Sequence[Mapping[str, str]]  # of each batch, the checksums of its columns
 
 
 class Segment:
     """One Arrow IPC file of a session, appended to by this process alone.
 
-    It has `rows` and, up to the end of the last whole run, `length` bytes, the footer included once `sealed`; a
-    `broken` one takes no more runs.
+    It has `rows` and, up to the end of the last whole run, `length` bytes, the footer included once `sealed`; `size`
+    are all its bytes, with those of a run that is not finished. A `broken` one takes no more runs.
     """
 
-    def __init__(self, root: Path, session_id: str, name: str, schema: pa.Schema) -> None:
-        self.session_id, self.schema = session_id, schema
-        self.rows = self.length = 0
+    def __init__(self, root: Path, session: SessionName, name: str, schema: pa.Schema) -> None:
+        self.session, self.schema, self.path = session, schema, f"{session.folder}/{name}"
+        self.rows = self.length = self.size = 0
         self.broken = self.sealed = False
-        self._path = root / session_id / name
+        self._root, self._file_path = root, root / session.folder / name
+        self._uri = self._file_path.as_uri()
         self._points = point_types(schema)
         self._batches = self._new_rows = 0  # of the run that is not finished
-        self._descriptor, self._end = _create(root, session_id, name), 0
+        self._descriptor = _create(root, session, name)
         self.is_named = False  # whether its name is durable
-        self._said = schema.serialize().to_pybytes()  # as it lies in the file
         # Arrow writes to the file itself: a call of Python for each buffer would wait for the lock of the interpreter.
         self._file = pa.OSFile(f"/dev/fd/{self._descriptor}", "ab")
         self._sink = pa.BufferedOutputStream(self._file, _GATHERED)  # empty but for the time of a write
-        self._writer = new_file(self._sink, schema)  # writes nothing before the first batch
-        self._synced = self._syncing = _WrittenExtent(0, 0, 0)
+        self._writer = pa.ipc.new_file(self._sink, schema)  # writes nothing before the first batch
+        self._synced = self._syncing = (0, 0)  # `length` and `rows`
         self._modified_ns: int | None = None
         self._rewound = False
 
-    @property
-    def unsynced(self) -> int:
-        """Bytes written since the last `begin_sync`."""
-        return self._end - self._syncing.written
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file, those of a run that is not finished included."""
-        return self._end
-
-    @property
-    def unfinished(self) -> int:
-        """Bytes of the run that is not finished."""
-        return self._end - self.length
-
     def facts(self) -> StoredFile:
         """The file as far as it is durable."""
-        return StoredFile(self._path.as_uri(), self._synced.length, self.sealed, self._synced.rows, self._modified_ns)
+        length, rows = self._synced
+        return StoredFile(self.path, length, self.sealed, rows, self._modified_ns)
 
-    def append(self, run_id: str, batches: Batches, sums: Sums = ()) -> None:
-        """Write more of the run at the end, or begin one. OSError breaks the segment, which ends with the last run."""
+    def append(self, run_id: str, batches: Batches, sums: Sequence[str] = ()) -> None:
+        """Write more of the last run, or start one. OSError breaks the segment, which ends with the last whole run.
+
+        `sums` are the batches' checksums of `of_content`, if they are known.
+        """
         self._write(batches, batch_metadata(run_id, self._batches, len(batches)), sums)
 
-    def finish(self, run: RunFacts, batches: Batches, sums: Sums = ()) -> Entry:
-        """Write the last batches, if any, of the run at the end; not durable before `sync`. Raises as `append`."""
-        # The facts need a batch to stand on.
-        batches = batches or [empty_batch(self.schema)]
+    def finish(self, run: RunFacts, batches: Batches, sums: Sequence[str] = ()) -> Entry:
+        """Write the last batches, if any, of the last run; not durable before `sync`. Raises as `append`."""
+        batches = batches or [empty_batch(self.schema)]  # the facts need a batch to stand on
         self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run), sums)
-        size = self._end - self.length
-        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length)
+        size = self.size - self.length
+        entry = Entry(run, self.path, self.rows, self._new_rows, size, self._points, self.length, self._uri)
         self.rows += self._new_rows
-        self.length = self._end
+        self.length = self.size
         self._batches = self._new_rows = 0
         return entry
 
     def rewind(self) -> None:
-        """Take away the run at the end that is not finished; a segment with no other is broken."""
+        """Take away the last run if it is not finished; a segment with no other is broken."""
         if self._batches and not self.broken:
             self._cut(self.length, self.rows)
             self._rewound = True
-            self.broken = not self.rows or self._end != self.length
+            self.broken = not self.rows or self.size != self.length
 
     @property
     def in_place(self) -> bool:
-        """Whether its name still leads to the file, so that who writes to it now is read; else it is broken."""
+        """Whether its name still leads to the file: else what is written would be lost."""
         try:
-            self._check_place()
-        except OSError:
-            self.broken = True
-        return not self.broken
+            return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._file_path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def begin_sync(self) -> None:
         """What is written by now is what `sync` makes durable."""
-        self._syncing = _WrittenExtent(self.length, self.rows, self._end)
+        self._syncing = (self.length, self.rows)
 
     def sync(self) -> None:
-        """Make it and its name durable, while more is written; after an OSError call `fall_back`."""
+        """Make it and its name durable, while more is written; after an OSError call `fall_back`.
+
+        The caller makes the names of the directories above durable.
+        """
         os.fsync(self._descriptor)
         if not self.is_named:
-            with directory(self._path.parent) as folder:
+            with directory(self._file_path.parent) as folder:
                 os.fsync(folder)
-        self._check_place()
+        if not self.in_place:
+            raise FileNotFoundError(errno.ENOENT, "the file or its directory was removed", str(self._file_path))
         self._modified_ns = os.fstat(self._descriptor).st_mtime_ns
 
     def end_sync(self) -> None:
@@ -121,44 +108,48 @@ class Segment:
         self.is_named = True
 
     def fall_back(self) -> None:
-        """It cannot be made durable: take no more runs, and end with those that were before."""
+        """It cannot be made durable: take no more runs, and end with those that were durable before."""
         self.broken = True
-        self._cut(self._synced.length, self._synced.rows)
+        self._cut(*self._synced)
 
     def close(self) -> None:
         """Seal the file, or remove it if no run is in it. A broken one reads as a stream as it is."""
         self.rewind()
         try:
             if not self.broken:
-                if self._rewound:  # the writer's footer would list what was taken away
-                    seal(self._descriptor, self._path, self.schema, self.length)
+                if self._rewound:  # the footer of this writer would list what was taken away
+                    batches = (batch for run in whole_runs(self._file_path) for batch in run.batches)
+                    rewrite(self._file_path, self.schema, batches, self._root)
                 else:
                     self._writer.close()
                     self._sink.flush()
-                os.fsync(self._descriptor)
-                state = os.fstat(self._descriptor)
-                self.length = self._end = state.st_size
+                    os.fsync(self._descriptor)
+                state = self._file_path.stat()
+                self.length = self.size = state.st_size
                 self.sealed, self._modified_ns = True, state.st_mtime_ns
-                self.begin_sync()
-                self.end_sync()
-        except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
+                self._synced = (self.length, self.rows)
+        except (
+            OSError,
+            pa.ArrowException,
+            DamagedError,
+        ):  # its runs are durable all the same; only the footer is missing
             self._discard_partial_write()
         with contextlib.suppress(OSError, pa.ArrowException):  # what counts was fsynced before
             try:
                 if not self.rows:
-                    self._path.unlink()
+                    self._file_path.unlink()
             finally:
                 os.close(self._descriptor)
                 self._sink.close()
 
-    def _write(self, batches: Batches, metadata: Sequence[dict[str, str]], sums: Sums) -> None:
+    def _write(self, batches: Batches, metadata: Sequence[dict[str, str]], sums: Sequence[str]) -> None:
         try:
-            for number, (batch, facts) in enumerate(zip(batches, metadata, strict=True)):
-                said = {**facts, **(sums[number] if sums else described(batch))}
-                rows = batch if self._end or number else free_batch(batch)
-                self._writer.write_batch(rows, custom_metadata=said | {BATCH: of_batch(self._said, said)})
+            for number, (batch, said) in enumerate(zip(batches, metadata, strict=True)):
+                content = sums[number] if sums else of_content(batch)
+                rows = batch if self.size or number else free_batch(batch)
+                self._writer.write_batch(rows, custom_metadata=said | {KEY: checksum(content, said)})
             self._sink.flush()
-            self._end = os.fstat(self._descriptor).st_size
+            self.size = os.fstat(self._descriptor).st_size
         except (OSError, pa.ArrowException):
             self.broken = True
             self._discard_partial_write()
@@ -173,90 +164,43 @@ class Segment:
             self._file.close()
         self._cut(self.length, self.rows)
 
-    def _check_place(self) -> None:
-        """Raise OSError if the file's name no longer leads to it: its content would be lost."""
-        gone = FileNotFoundError(errno.ENOENT, "the file or its directory was removed", str(self._path))
-        try:
-            if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path)):
-                raise gone
-        except (FileNotFoundError, NotADirectoryError):
-            raise gone from None
-
     def _cut(self, length: int, rows: int) -> None:
         self.length, self.rows = length, rows
         self._batches = self._new_rows = 0
         if not rows:
             return  # its space is freed when it is closed: open readers are not affected
-        # Where even this fails, readers still know that the run at the end is not whole.
+        # Where even this fails, readers still know that the last run is not whole.
         with contextlib.suppress(OSError):
             os.truncate(self._descriptor, length)
-            self._end = length
-            self._syncing = self._syncing._replace(written=min(self._syncing.written, length))
+            self.size = length
 
 
-class _WrittenExtent(NamedTuple):
-    """How far a file was written."""
+def rewrite(path: Path, schema: pa.Schema, batches: Iterable[Batch], folder: Path) -> None:
+    """Replace a session's file by a sealed one with these batches of it, made in `folder`; durable when this returns.
 
-    length: int  # bytes of whole runs
-    rows: int  # of whole runs
-    written: int  # bytes, those of a run that is not finished included
-
-
-class ComparingWriter(io.RawIOBase):
-    """A sink for Arrow: it compares with the first `length` bytes of a file, and writes what follows to `rest`.
-
-    `same` is whether all bytes were alike; without `rest`, there may be no more.
+    Those who have the old file open keep reading it. OSError if the disk refuses, DamagedError if a batch cannot be
+    read; the old file then stays.
     """
-
-    def __init__(self, file: BinaryIO, length: int, rest: BinaryIO | None = None) -> None:
-        self.same, self.length = True, 0
-        self._file, self._there, self._rest = file, length, rest
-
-    def writable(self) -> bool:
-        """That it is."""
-        return True
-
-    def write(self, data: Any) -> None:
-        """Compare, or write, what comes next."""
-        view = memoryview(data).cast("B")
-        there = max(0, min(len(view), self._there - self.length))
-        for at in range(0, there, _CHUNK):
-            piece = view[at : min(at + _CHUNK, there)]
-            self.same = self._file.read(len(piece)) == piece and self.same
-        if self._rest:
-            self._rest.write(view[there:])
-        self.same = self.same and (self._rest is not None or there == len(view))
-        self.length += len(view)
-
-
-def new_file(sink: Any, schema: pa.Schema, version: str = pa.__version__) -> Any:
-    """Arrow's writer of a file, whose footer says the version of Arrow: by the same, a file is written alike."""
-    return pa.ipc.new_file(sink, schema, metadata={VERSION: version, BATCH: of_batch(b"", {VERSION: version})})
-
-
-def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> None:
-    """Write a footer after `length` bytes; ArrowInvalid if this version of Arrow frames the batches otherwise.
-
-    Where it writes other bytes than there are, another version wrote them: then the footer names no version.
-    """
-    for version in (pa.__version__, "another"):
-        with open(descriptor, "wb", closefd=False) as file, path.open("rb") as there:
-            os.lseek(descriptor, length, os.SEEK_SET)
-            sink = ComparingWriter(there, length, file)
-            writer = new_file(sink, schema, version)
-            for batch in batches_of(path):
+    unfinished = folder / f"{NEW}{path.stem}"  # in a store's directory: the next start removes what a crash left
+    try:
+        with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+            for batch in batches:
                 writer.write_batch(batch.select(), custom_metadata=batch.metadata)
-            if sink.length != length:
-                raise pa.ArrowInvalid(f"{path} does not read back as it was written")
-            if sink.same or version != pa.__version__:
-                writer.close()
-                return
+        with unfinished.open("rb") as written:
+            os.fsync(written.fileno())
+        unfinished.replace(path)
+        with directory(path.parent) as above:
+            os.fsync(above)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def _create(root: Path, session_id: str, name: str) -> int:
-    """Create and hold a file that did not exist, following no link below the root; its name is not durable yet."""
-    with directory(root) as top:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(session_id, dir_fd=top)
-        with directory(session_id, top) as folder:
-            return create(name, folder)
+def _create(root: Path, session: SessionName, name: str) -> int:
+    """Create and lock a file that did not exist, following no link below the root; its name is not durable yet."""
+    with contextlib.ExitStack() as folders:
+        folder = folders.enter_context(directory(root))
+        for below in session.folder.split("/"):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(below, dir_fd=folder)
+            folder = folders.enter_context(directory(below, folder))
+        return create(name, folder)

@@ -1,85 +1,87 @@
-"""The complete runs of one segment, and whether it is sealed."""
+"""The complete runs of one file, and whether it is sealed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from deployments.activations.facts import Entry, PointType, RunFacts
-from deployments.activations.files.places import DamagedError, File
-from deployments.activations.segments import checksums
-from deployments.activations.segments.batches import AnyFile, Batch, as_file, batches_of
+from deployments.activations.segments.batches import Batch, DamagedError, batches_of
+from deployments.activations.segments.checksums import is_intact
 from deployments.activations.segments.schema import batch_facts, point_types
 
 
 class WholeRun(NamedTuple):
-    """A run all of whose batches are in a segment."""
+    """A run all of whose batches are in a file."""
 
     facts: RunFacts
-    first_row: int  # the number of its first row in the segment
+    first_row: int  # the number of its first row in the file
     bytes: int  # its size there; that of the first run includes the schema
-    batches: list[Batch]  # those that have rows, in order
-    sums: list[dict[str, str]]  # the batches' checksums
+    batches: list[Batch]  # in order; the last one, which says what the run is, may have no rows
     types: Mapping[str, PointType]  # the selected points, by default all
-    file: File
+    path: Path
     offset: int  # the byte where it begins
-    intact: bool  # whether `facts` match their checksum, if they have one
 
     @property
     def rows(self) -> int:
         """Captured tokens."""
         return sum(batch.num_rows for batch in self.batches)
 
-    def entry(self, uri: str) -> Entry:
-        """The same as the catalogue lists it, of the file that has this URI there."""
-        return Entry(self.facts, uri, self.first_row, self.rows, self.bytes, self.types, self.offset)
+    def entry(self, path: str, uri: str = "") -> Entry:
+        """The same as an index lists it, with the path of its file below the store's directory, and its URI."""
+        return Entry(self.facts, path, self.first_row, self.rows, self.bytes, self.types, self.offset, uri)
+
+    def damage(self) -> list[str]:
+        """Read all values, and name the batches that are not as they were written; DamagedError as by `select`."""
+        count = len(self.batches)
+        return [
+            f"batch {number} of {count}"
+            for number, batch in enumerate(self.batches)
+            if not is_intact(batch.select(), batch.metadata)
+        ]
 
 
-def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
-    """The whole runs of a segment from byte `offset` on; rows count from there. DamagedError names another's file."""
-    file = as_file(source)
-    rows = first_row = seen = 0
-    start = offset
-    run_id, batches, sums = "", list[Batch](), list[dict[str, str]]()
-    types: Mapping[str, PointType] | None = None  # all runs of a segment have the same points
-    for batch in batches_of(file, offset):
+def whole_runs(path: str | os.PathLike[str], offset: int = 0) -> Iterator[WholeRun]:
+    """The whole runs of a file from byte `offset` on; rows count from there. DamagedError if another program wrote it.
+
+    OSError if it cannot be read.
+    """
+    path, start, rows, first_row, run_id = Path(path), offset, 0, 0, ""
+    batches, types = list[Batch](), None  # all runs of a file have the same points
+    for batch in batches_of(path, offset):
         try:
             facts = batch_facts(batch.metadata)
-            own = checksums.read(batch.metadata, batch.schema.names)
         except ValueError:
             return  # another program's: nothing after it counts
         if facts.number == 0:
-            run_id, first_row, batches, sums, seen = facts.run_id, rows, [], [], 0
-        seen += 1
+            run_id, first_row, batches = facts.run_id, rows, []
         rows += batch.num_rows
-        if batch.num_rows:
-            batches.append(batch)
-            sums.append(own)
-        if facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == seen and batches:
+        batches.append(batch)
+        is_last = facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == len(batches)
+        if facts.run and is_last and batches[0].num_rows:
             try:
-                types = point_types(batch.schema) if types is None else types
+                types = types or point_types(batch.schema)
             except ValueError as error:
-                raise DamagedError(f"{file}: {error}") from error
-            size, intact = batch.end - start, checksums.is_of_run(batch.metadata)
-            yield WholeRun(facts.run, first_row, size, batches, sums, types, file, start, intact)
-            start = batch.end
+                raise DamagedError(f"{path}: {error}") from error
+            yield WholeRun(facts.run, first_row, batch.end - start, batches, types, path, start)
+            start, batches = batch.end, []
 
 
-def is_sealed(source: AnyFile) -> bool:
-    """Whether a segment has its footer."""
+def is_sealed(path: str | os.PathLike[str]) -> bool:
+    """Whether a file has its footer."""
+    return listed_batches(path) is not None
+
+
+def listed_batches(path: str | os.PathLike[str]) -> int | None:
+    """How many batches a file's footer lists; None if it has none. OSError if the disk refuses."""
     try:
-        footer(source)
-    except pa.ArrowException:
-        return False
-    except OSError as error:
-        if error.errno is not None:  # the disk's: Arrow raises OSError for files that are cut off, too
+        with pa.OSFile(os.fspath(path)) as file:
+            return int(pa.ipc.open_file(file).num_record_batches)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's: Arrow raises it for files cut off, too
             raise
-        return False
-    return True
-
-
-def footer(source: AnyFile) -> Any:
-    """Open a segment by its footer, as Arrow's file reader; pa.ArrowInvalid if it has none."""
-    return pa.ipc.open_file(as_file(source).input())
+        return None

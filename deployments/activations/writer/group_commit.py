@@ -2,130 +2,123 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Entry, FileUpdate, StoredRun, explain
+from deployments.activations.facts import Entry, FileUpdate, RunName, StoredRun, explain
 from deployments.activations.files.disk import directory
 from deployments.activations.segments.segment_writer import Segment
-from deployments.activations.writer.open_runs import OpenRuns
 
 _SYNCS = 8  # files that are synced at a time: disks merge requests, and network file systems have latency
 
-_Answer = tuple[Future[StoredRun], Entry]
-
-
-class _Sync(NamedTuple):
-    """A file that is being made durable, and the runs that wait for it."""
-
-    segment: Segment
-    done: Future[None]
-    runs: Sequence[_Answer]
+Report = Callable[[Sequence[FileUpdate]], Collection[str]]  # gives the paths of files that are gone
+_Group = dict[Segment, list[tuple[Future[StoredRun], Entry]]]
 
 
 class Commits:
     """The runs that are written and not durable yet. For one thread; those that wait for the disk are its own.
 
-    One group is made durable at a time; what is written meanwhile is the next one. `wake` is called, on any thread,
-    each time a file is durable or cannot be made so: the group may be `ready`.
+    One group is made durable at a time; what is written meanwhile is the next one. `report` is called, on another
+    thread, with what is durable before callers are answered. `wake` is called, on any thread, when a group is `ready`.
     """
 
-    def __init__(self, root: Path, catalogue: Catalogue, runs: OpenRuns, wake: Callable[[], None]) -> None:
-        self._root, self._catalogue, self._runs, self._wake = root, catalogue, runs, wake
-        self._written: dict[Segment, list[_Answer]] = {}
-        self._syncs: list[_Sync] = []
+    def __init__(self, root: Path, report: Report, wake: Callable[[], None]) -> None:
+        self._root, self._report, self._wake = root, report, wake
+        self.runs = set[RunName]()  # whole ones that are not durable yet
+        self._written: _Group = {}
+        self._group: _Group = {}
+        self._done: Future[dict[Segment, OSError]] | None = None  # the files that could not be made durable
         self._threads = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
+        self._groups = ThreadPoolExecutor(1, thread_name_prefix="activation-commit")
 
     @property
     def under_way(self) -> bool:
         """Whether a group is being made durable."""
-        return bool(self._syncs)
+        return self._done is not None
 
     @property
     def ready(self) -> bool:
-        """Whether a group is, so that `end` would not wait."""
-        return self.under_way and all(sync.done.done() for sync in self._syncs)
+        """Whether a group is durable, so that `end` would not wait."""
+        return self._done is not None and self._done.done()
 
     @property
     def segments(self) -> set[Segment]:
         """The files that must stay open."""
-        return {*self._written, *(sync.segment for sync in self._syncs)}
+        return {*self._written, *self._group}
 
-    def add(self, segment: Segment, *answers: _Answer) -> None:
-        """Runs, or more of an unfinished one, are written: the next group syncs the file and answers whole runs."""
-        self._written.setdefault(segment, []).extend(answers)
+    def add(self, segment: Segment, entry: Entry | None = None) -> Future[StoredRun]:
+        """A run, or more of one, is written: the next group syncs the file, and answers for a whole run."""
+        answer, waiting = Future[StoredRun](), self._written.setdefault(segment, [])
+        if entry:
+            waiting.append((answer, entry))
+            self.runs.add(RunName(entry.facts.session, entry.facts.run_id))
+        return answer
 
     def begin(self) -> None:
         """Make written rows durable, unless a group commit is already running."""
-        if self._syncs or not self._written:
+        if self._done or not self._written:
             return
-        written, self._written = self._written, {}
-        for segment in written:
+        self._group, self._written = self._written, {}
+        for segment in self._group:
             segment.begin_sync()
-        new = any(not segment.is_named for segment in written)
-        root = self._threads.submit(_sync_root, self._root) if new else None  # once, before callers are answered
-        self._syncs = [
-            _Sync(segment, self._threads.submit(_sync, segment, root), runs) for segment, runs in written.items()
-        ]
-        for sync in self._syncs:
-            sync.done.add_done_callback(lambda _: self._wake())
+        self._done = self._groups.submit(self._make_durable, self._group)
+        self._done.add_done_callback(lambda _: self._wake())
 
-    def end(self) -> None:
-        """Wait for the group that is under way, and answer its runs."""
-        syncs, self._syncs = self._syncs, []
-        wait([sync.done for sync in syncs])
-        durable = list[_Sync]()
-        for sync in syncs:
-            error = sync.done.exception()
-            if isinstance(error, OSError):
-                self._fail(sync, error)
-            elif error:
-                raise error
-            else:
-                sync.segment.end_sync()
-                durable += [sync] if sync.runs else []
-        if durable:
-            stored = [(sync.segment, [entry for _, entry in sync.runs]) for sync in durable]
-            self._catalogue.add(
-                *(FileUpdate(segment.session_id, entries, segment.facts()) for segment, entries in stored)
-            )
-        for sync in durable:
-            for future, entry in sync.runs:
-                future.set_result(entry.stored())
-        for sync in syncs:
-            self._runs.forget(entry.facts for _, entry in sync.runs)
+    def end(self) -> dict[Segment, OSError]:
+        """Wait for the group that is under way, and answer its runs.
 
-    def drain(self) -> None:
-        """Make all that is written durable, and answer it."""
-        while self._syncs or self._written:
-            self.begin()
-            self.end()
+        Returns the files that failed: what was written to these since is gone, too.
+        """
+        if self._done is None:
+            return {}
+        done, group, self._done, self._group = self._done, self._group, None, {}
+        failed = done.result()
+        for segment, answers in group.items():
+            if segment in failed:
+                segment.fall_back()
+                answers = answers + self._written.pop(segment, [])
+            for future, entry in answers:
+                self.runs.discard(RunName(entry.facts.session, entry.facts.run_id))
+                if segment in failed:
+                    future.set_exception(explain(self._root, failed[segment].with_traceback(None)))
+                else:
+                    future.set_result(entry.stored())
+        return failed
 
     def close(self) -> None:
         """Wait for the disk, and end the threads; no further caller gets an answer."""
+        self._groups.shutdown()
         self._threads.shutdown()
 
-    def _fail(self, sync: _Sync, error: OSError) -> None:
-        """Its file now ends with what was durable before: what was written since is gone as well."""
-        sync.segment.fall_back()
-        since = self._written.pop(sync.segment, [])
-        for future, _ in (*sync.runs, *since):
-            future.set_exception(explain(self._root, error.with_traceback(None)))
-        self._runs.forget(entry.facts for _, entry in since)
-        self._runs.abandon_those(lambda name, run: run.segment is sync.segment, str(explain(self._root, error)))
+    def _make_durable(self, group: _Group) -> dict[Segment, OSError]:
+        owners = {(self._root / segment.session.folder).parent for segment in group if not segment.is_named}
+        above = [self._threads.submit(_sync_folder, path) for path in {self._root, *owners} if owners]
+        syncs = {segment: self._threads.submit(segment.sync) for segment in group}
+        lost = next((error for one in above if (error := one.exception())), None)
+        failed = dict[Segment, OSError]()
+        for segment, sync in syncs.items():
+            error = sync.exception() or (None if segment.is_named else lost)
+            if error is None:
+                segment.end_sync()
+            elif isinstance(error, OSError):
+                failed[segment] = error
+            else:
+                raise error
+        updates = [
+            FileUpdate(segment.session, [entry for _, entry in answers], segment.facts())
+            for segment, answers in group.items()
+            if answers and segment not in failed
+        ]
+        gone = set(self._report(updates)) if updates else set()
+        for segment in group:
+            if segment.path in gone:
+                failed[segment] = FileNotFoundError(errno.ENOENT, "its session was deleted", segment.path)
+        return failed
 
 
-def _sync_root(root: Path) -> None:
-    with directory(root) as top:
-        os.fsync(top)
-
-
-def _sync(segment: Segment, root: Future[None] | None) -> None:
-    """Make a file durable, and, where it is new, its name."""
-    segment.sync()
-    if root and not segment.is_named:
-        root.result()
+def _sync_folder(path: Path) -> None:
+    with directory(path) as folder:
+        os.fsync(folder)

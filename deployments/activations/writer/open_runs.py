@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Entry, RunFacts, RunName, StoreError, check_session_id, explain
+from deployments.activations.facts import (
+    RunFacts,
+    RunName,
+    SessionName,
+    StoredRun,
+    StoreError,
+    check_session_id,
+    explain,
+)
+from deployments.activations.index.index import Index
 from deployments.activations.segments.schema import segment_facts
 from deployments.activations.segments.segment_writer import Segment
+from deployments.activations.writer.group_commit import Commits
 from deployments.activations.writer.pool import Pool
-from deployments.activations.writer.retention import SessionManager
+from deployments.activations.writer.retention import Retainer
+
+_SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
 
 class Chunk(NamedTuple):
@@ -26,19 +38,18 @@ class Chunk(NamedTuple):
     part: int
     batches: list[pa.RecordBatch]
     run: RunFacts | None
-    sums: Sequence[Mapping[str, str]]
+    sums: Sequence[str]
     most: int = 0
-    fence: str | None = None
 
     def check(self) -> None:
         """Raise StoreError unless the batches are of one schema, and of the run's session and model."""
-        check_name(self.name.session_id)
+        check_name(self.name.session)
         for schema in (batch.schema for batch in self.batches[:1]):
             try:
                 segment = segment_facts(schema)
             except ValueError as error:
                 raise StoreError(str(error)) from error
-            if segment.session_id != self.name.session_id or (self.run and self.run.model != segment.model):
+            if segment.session_id != self.name.session.id or (self.run and self.run.model != segment.model):
                 raise StoreError(f"Run {self.name.run_id} and its batches are not of one session and model")
             self.check_schema(schema)
 
@@ -55,60 +66,60 @@ class OpenRun:
     segment: Segment
     chunks: int = 0
     touched: float = 0.0
+    unsynced: int = 0  # bytes
 
 
 class OpenRuns:
     """The runs that are being written, for one thread; after `lease_s` seconds without a chunk they are given up."""
 
-    def __init__(self, root: Path, catalogue: Catalogue, pool: Pool, manager: SessionManager, lease_s: float) -> None:
-        self._root, self._catalogue, self._pool = root, catalogue, pool
-        self._manager, self._lease_s = manager, lease_s
+    def __init__(self, root: Path, index: Index | None, pool: Pool, commits: Commits, lease_s: float) -> None:
+        self._root, self._index, self._pool, self._commits, self._lease_s = root, index, pool, commits, lease_s
+        self.retainer = Retainer(root, index, pool, self.busy) if index else None
         self._open: OrderedDict[RunName, OpenRun] = OrderedDict()  # the longest without a chunk first
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
-        self._finished: set[RunName] = set()  # not yet in the catalogue
-        self._written: set[str] = set()  # sessions whose files are yet to be synced
-        manager.busy = self.busy
 
     @property
     def due(self) -> float:
         """When a run will have been without a chunk for too long, in the monotonic clock's seconds."""
         return next((run.touched for run in self._open.values()), float("inf")) + self._lease_s
 
-    def busy(self) -> set[str]:
+    def busy(self) -> set[SessionName]:
         """The sessions of which a run is open, or anything is not durable yet."""
-        return self._written | {name.session_id for name in self._open}
+        return {segment.session for segment in self._commits.segments} | {name.session for name in self._open}
 
-    def write(self, chunk: Chunk) -> tuple[Segment, Entry | None]:
-        """Write one chunk; with the last one the run becomes an entry, not durable yet. StoreError ends the run."""
+    def write(self, chunk: Chunk) -> Future[StoredRun] | None:
+        """Write one chunk; the last one's future says that the run is durable. StoreError ends the run."""
         self._check(chunk)
-        name, entry = chunk.name, None
+        name, answer = chunk.name, None
         try:
-            self._manager.check_fence(name.session_id, chunk.fence)
-            if self._manager.retention.has_quotas:  # else counting the bytes of each batch would be for nothing
-                before = self._open[name].segment.unfinished if name in self._open else 0
-                size = sum(batch.nbytes for batch in chunk.batches)
-                self._manager.make_room(name.session_id, size, chunk.most - before)
-            self._written.add(name.session_id)
+            if self.retainer and self.retainer.limits.has_quotas:  # else counting the bytes would be for nothing
+                before = self._open[name].segment if name in self._open else None
+                left = chunk.most - (before.size - before.length if before else 0)
+                self.retainer.make_room(name.session, sum(batch.nbytes for batch in chunk.batches), left)
             if chunk.part == 0:
-                self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))
+                self._open[name] = OpenRun(self._pool.take(name.session, chunk.batches[0].schema))
             run = self._open[name]
-            length = run.segment.size
+            segment, size = run.segment, run.segment.size
             if chunk.run:
-                entry = run.segment.finish(chunk.run, chunk.batches, chunk.sums)
+                answer = self._commits.add(segment, segment.finish(chunk.run, chunk.batches, chunk.sums))
                 self._pool.give_back(self._open.pop(name).segment)
-                self._finished.add(name)
             else:
-                run.segment.append(name.run_id, chunk.batches, chunk.sums)
+                segment.append(name.run_id, chunk.batches, chunk.sums)
                 run.chunks += 1
-                self.renew(name)
-            self._manager.grow(name.session_id, run.segment.size - length)
-            return run.segment, entry
+                run.touched = time.monotonic()
+                run.unsynced += segment.size - size
+                self._open.move_to_end(name)
+                if run.unsynced >= _SYNC_BYTES:
+                    self._commits.add(segment)
+                    run.unsynced = 0
+            if self.retainer:
+                self.retainer.grow(name.session, segment.size - size)
+            return answer
         except (OSError, pa.ArrowException) as error:
             reason = explain(self._root, error)
         except StoreError as error:
             reason = error.with_traceback(None)
         self._end(name)
-        self._manager.recount()
         if not chunk.run:  # there may be more to come
             self._remember(name, str(reason))
         raise reason  # out here without a context, whose frames would keep the batches alive
@@ -127,19 +138,8 @@ class OpenRuns:
         for name in [name for name, run in self._open.items() if which(name, run)]:
             self.abandon(name, reason)
 
-    def renew(self, name: RunName) -> None:
-        """Renew a run's lease: it goes on although no rows come now. A run that is not open is ignored."""
-        if run := self._open.get(name):
-            run.touched = time.monotonic()
-            self._open.move_to_end(name)
-
-    def forget(self, runs: Iterable[RunFacts]) -> None:
-        """Finished runs are in the catalogue, or lost: their ids need not be known here any more."""
-        self._finished.difference_update(RunName(run.session_id, run.run_id) for run in runs)
-
-    def settle(self, segments: Iterable[Segment]) -> None:
-        """Abandon runs past their lease, and drop records that are not needed; `segments` are not synced yet."""
-        self._written.intersection_update(segment.session_id for segment in segments)
+    def settle(self) -> None:
+        """Abandon runs past their lease, and forget those that were abandoned long ago."""
         now = time.monotonic()
         while self._lost and now - next(iter(self._lost.values()))[1] >= self._lease_s:
             self._lost.popitem(last=False)
@@ -169,23 +169,23 @@ class OpenRuns:
 
     def is_stored(self, name: RunName) -> bool:
         """Whether a run is complete."""
-        return name in self._finished or self._catalogue.holds(*name)
+        return name in self._commits.runs or (self._index is not None and self._index.holds(name))
 
     def _end(self, name: RunName) -> None:
         if run := self._open.pop(name, None):
-            length = run.segment.size
             run.segment.rewind()
-            self._manager.grow(name.session_id, (run.segment.size if run.segment.rows else 0) - length)
             self._pool.give_back(run.segment)
+        if self.retainer:
+            self.retainer.recount()
 
     def _remember(self, name: RunName, reason: str) -> None:
         self._lost[name] = (reason, time.monotonic())
         self._lost.move_to_end(name)
 
 
-def check_name(session_id: str) -> None:
-    """Raise StoreError unless `session_id` may name a session."""
+def check_name(session: SessionName) -> None:
+    """Raise StoreError unless the name's id may be a session's."""
     try:
-        check_session_id(session_id)
+        check_session_id(session.id)
     except ValueError as error:
         raise StoreError(str(error)) from error

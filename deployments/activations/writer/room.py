@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deployments.activations.facts import explained
-from deployments.activations.files.disk import NEW, Mount
+from deployments.activations.files.disk import NEW
 
 _EVERY_S = 1.0  # a disk is tried so often at most, however many ask
 
@@ -21,7 +21,6 @@ class DiskCheck:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._mount = Mount(root)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries it at a time, however long it takes
         self._tried = -_EVERY_S
         self._failed: OSError | None = None
@@ -33,21 +32,16 @@ class DiskCheck:
 
     def _check(self, size: int) -> None:
         if time.monotonic() - self._tried >= _EVERY_S:
-            self._failed = self._try()
+            self._failed = None
+            try:
+                with tempfile.TemporaryFile(dir=self._root, prefix=NEW, buffering=0) as file:
+                    file.write(b"\0")
+                    os.fsync(file.fileno())
+            except OSError as error:
+                self._failed = error
             self._tried = time.monotonic()
         if self._failed:
             raise self._failed.with_traceback(None)
         disk = os.statvfs(self._root)
         if size > (free := disk.f_bavail * disk.f_frsize):
             raise OSError(errno.ENOSPC, f"{free} bytes are free, and up to {size} may be recorded")
-
-    def _try(self) -> OSError | None:
-        """Write a file, make it durable, and remove it; what went wrong."""
-        try:
-            self._mount.check()
-            with tempfile.TemporaryFile(dir=self._root, prefix=NEW, buffering=0) as file:
-                file.write(b"\0")
-                os.fsync(file.fileno())
-        except OSError as error:
-            return error
-        return None

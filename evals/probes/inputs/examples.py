@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from deployments.activations.facts import PointType, RunFacts
-from deployments.activations.files.places import File
 from deployments.activations.reader.row_index import RowIndex, index_rows
 from deployments.activations.reader.selection import Wanted, by_schema, select
 from deployments.activations.reader.sources import segments
@@ -44,7 +43,7 @@ class Example(NamedTuple):
     group: str
     text: str | None
     at: dict[str, RowPlace]
-    file: File
+    file: Path
     offset: int
 
 
@@ -150,7 +149,7 @@ def _lacks(lacking: Mapping[str, Sequence[str]], others: int) -> str:
     return f"of {others + sum(map(len, lacking.values()))} runs {reasons}"
 
 
-def _points(files: Sequence[File], session: str, patterns: Sequence[str]) -> tuple[tuple[str, str | None], list[str]]:
+def _points(files: Sequence[Path], session: str, patterns: Sequence[str]) -> tuple[tuple[str, str | None], list[str]]:
     """The one model of files and its revision, and the names of the points that are meant."""
     schemas = by_schema(files)
     models, kinds = Counter[tuple[str, str | None]](), dict[str, Counter[PointType]]()
@@ -216,7 +215,7 @@ def _example(
         row.group if grouped and row.group is not None else facts.run_id,
         facts.text,
         places,
-        chosen.file,
+        chosen.path,
         chosen.offset,
     )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +19,32 @@ import torch
 from deployments.activations import runs
 from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.actors.store import ActivationStore
-from deployments.activations.archive import archive, uploads
-from deployments.activations.archive.archive import Archive
-from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, SegmentFacts, StoredRun
-from deployments.activations.files import places as uris
-from deployments.activations.files.places import Place
+from deployments.activations.archive import uploader
+from deployments.activations.facts import RunFacts, SegmentFacts, SessionName, StoredRun
+from deployments.activations.files import buckets
+from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
-from deployments.activations.state.owners import Owners
-from deployments.activations.writer.recovery import make_root, mark, recover
+from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
 from tests.waiting import until
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand beside this file
-from object_server import Proxy, object_server
+from object_server import ObjectServer
+
+SESSION = SessionName(None, "session")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vitrine_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the indexes of this module's stores lie."""
+    home, before = tmp_path_factory.mktemp("home"), os.environ.get("VITRINE_HOME")
+    os.environ["VITRINE_HOME"] = str(home)
+    yield home
+    if os.environ["VITRINE_HOME"] == str(home):  # else the shared cluster, which started meanwhile, has set its own
+        if before is None:
+            del os.environ["VITRINE_HOME"]
+        else:
+            os.environ["VITRINE_HOME"] = before
 
 
 class Made(NamedTuple):
@@ -67,51 +81,43 @@ def _make(
     return Made(RunFacts(run_id, session_id, "model", **given), batches, points)
 
 
-def _reader_of(store: ActivationStore) -> ActivationReader:
-    """The reader of a store that is in this process."""
-    archive = store._archive
-    restore = archive and partial(asyncio.to_thread, archive.cache.restore)
-    reader = ActivationReader(store._asked, wait=lambda: None, restore=restore)
-    reader._places[1:] = [archive.place] if archive else []  # whose URI, with its settings, is not kept
-    reader._places[0]._bucket = archive and archive.place
-    reader._catalogue.archives = archive is not None
-    return reader
-
-
-@pytest.fixture(scope="session")
-def reader_of() -> Callable[[ActivationStore], ActivationReader]:
-    return _reader_of
-
-
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Made]:
     return _make
 
 
 @pytest.fixture
+def long() -> Made:
+    """A run of three batches of two rows."""
+    return _make("long", {"layers.0.output": torch.randn(6, 4)}, parts=3)
+
+
+@pytest.fixture
 def open_writer(tmp_path: Path) -> Iterator[Callable[..., Writer]]:
     """Opens writers on `tmp_path` as the store does when it starts; closes them at the end."""
     writers: list[Writer] = []
-    catalogues: list[Catalogue] = []
+    indexes: list[Index] = []
 
-    def opened(kept: bool = True, **options: int) -> Writer:
-        recover(tmp_path)
-        for catalogue in catalogues:
-            catalogue.close()
-        catalogues.append(Catalogue.rebuild(tmp_path) if kept else Catalogue())
-        writers.append(Writer(tmp_path, catalogues[-1], **options))
+    def opened(**options: Any) -> Writer:
+        recover(tmp_path).join()
+        for index in indexes:
+            index.close()
+        indexes.append(Index.open(tmp_path))
+        writers.append(Writer(tmp_path, indexes[-1], **options))
         return writers[-1]
 
     yield opened
     for writer in writers:
         writer.close()
+    for index in indexes:
+        index.close()
 
 
 def _settle(writer: Writer) -> None:
     """Return behind a round of the writer, and once what it closes is closed and told."""
-    writer.abandon("nothing", "nothing").result()
+    writer.abandon(SESSION, "nothing").result()
     wait([*writer._pool._closing.values()])
-    writer.abandon("nothing", "nothing").result()
+    writer.abandon(SESSION, "nothing").result()
 
 
 @pytest.fixture(scope="session")
@@ -126,23 +132,23 @@ class Sender(NamedTuple):
     folder: Path
 
     def append(self, made: Made, part: int) -> None:
-        self.writer.append(made.facts.session_id, made.facts.run_id, part, [made.batches[part]]).result()
+        self.writer.append(made.facts.session, made.facts.run_id, part, [made.batches[part]]).result()
 
     def finish(self, made: Made, part: int = 0) -> StoredRun:
         return self.writer.submit(made.facts, made.batches[part:], part).result()
 
     def abandon(self, made: Made) -> None:
-        self.writer.abandon(made.facts.session_id, made.facts.run_id).result()
+        self.writer.abandon(made.facts.session, made.facts.run_id).result()
 
     def withdraw(self, *run_ids: str) -> bool:
-        return self.writer.withdraw("session", run_ids).result()
+        return self.writer.withdraw(SESSION, run_ids).result()
 
     def settled(self) -> None:
         """Return behind a round of the writer, and once what it closes is closed."""
         _settle(self.writer)
 
     def files(self) -> list[Path]:
-        return sorted(self.folder.iterdir())
+        return sorted(self.folder.glob("*.arrow*"))
 
     def listed(self) -> list[str]:
         return sorted(run.run_id for run in runs(self.folder))
@@ -151,124 +157,98 @@ class Sender(NamedTuple):
 @pytest.fixture
 def open_sender(open_writer: Callable[..., Writer], tmp_path: Path) -> Callable[..., Sender]:
     """Opens writers as `open_writer` does, to be sent chunks."""
-    return lambda **options: Sender(open_writer(**options), tmp_path / "session")
+    return lambda **options: Sender(open_writer(**options), tmp_path / SESSION.folder)
 
 
-@pytest.fixture
-def long() -> Made:
-    """A run of three batches of two rows."""
-    return _make("long", {"layers.0.output": torch.randn(6, 4)}, parts=3)
+class Asked:
+    """A store and its reader in this process; their methods are called as over Ray, and answer at once."""
 
+    def __init__(self, root: Path, archive: str = "", **options: Any) -> None:
+        self.root, self.archive, self.times = root, archive, count(1)
+        self.store = ActivationStore(str(root), archive, **options)
+        self.reader = ActivationReader(str(root), archive)
+        self._closed = False
 
-class Head(NamedTuple):
-    """What the store has of an archive, put together as it does when it starts."""
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        of = self.reader if hasattr(self.reader, name) else self.store
+        return lambda *args, **named: asyncio.run(getattr(of, name)(*args, **named))
 
-    root: Path
-    archive: Archive
-    catalogue: Catalogue
-    owners: Owners
-    writer: Writer
+    def record(self, run: str, session: str = "session", owner: str | None = None, **facts: Any) -> Made:
+        """Store a run of 64 KiB of float32, each a second later than the one before."""
+        points = {"layers.0.output": torch.randn(64, 256)}
+        made = _make(run, points, session_id=session, owner=owner, **{"created": float(next(self.times))} | facts)
+        self.write(made.facts, made.batches)
+        return made
 
-    def store(self, *made: Made) -> list[StoredRun]:
-        """Store runs, durable when this returns, and seal their segments."""
-        futures = [self.writer.submit(one.facts, one.batches) for one in made]
-        stored = [future.result() for future in futures]
-        for session_id in {one.facts.session_id for one in made}:
-            self.writer.seal(session_id).result()
-        return stored
+    def run(self, run_id: str) -> dict[str, Any]:
+        """What lists say of a run."""
+        return next(run for run in self.runs() if run["run_id"] == run_id)
 
-    def archived(self, *made: Made) -> list[StoredRun]:
-        """The same, and wait until they are in the bucket."""
-        stored = self.store(*made)
-        for one in made:
-            until(partial(self.is_archived, one.facts.run_id))
-        return stored
-
-    def is_archived(self, run_id: str) -> bool:
-        """Whether a run is in the bucket; if not, the archive looks at once for what it can upload."""
-        if (run := self.run(run_id)) and run["archived"]:
-            return True
-        self.archive._wake.set()
-        return False
+    def archived(self, *run_ids: str) -> None:
+        """Return once runs are said to be in the bucket."""
+        until(lambda: all(self.run(run_id)["archived"] for run_id in run_ids))
 
     def close(self) -> None:
-        self.writer.close()
-        self.archive.close()
-        self.catalogue.close()
-
-    def run(self, run_id: str) -> dict[str, Any] | None:
-        """What listings say of a run."""
-        return next((run for run in self.catalogue.runs(limit=None) if run["run_id"] == run_id), None)
-
-
-def open_head(root: Path, archive: str, cache_bytes: int = 1 << 30, name: str | None = None) -> Head:
-    make_root(root)
-    bucket = Archive(root, uris.place_of(archive), name or mark(root), cache_bytes)
-    try:
-        recover(root)
-        catalogue, owners = Catalogue.rebuild(root, bucket.manifest), Owners(root)
-        bucket.begin(catalogue, owners)
-    except BaseException:
-        bucket._claim.close()
-        raise
-    return Head(root, bucket, catalogue, owners, Writer(root, catalogue, owners=owners, archive=bucket))
+        if not self._closed:
+            self._closed = True
+            self.store._writer.close()
+            if self.store._uploader:
+                self.store._uploader.close()
+            self.store._index.close()
+            os.close(self.store._lock)
 
 
 @pytest.fixture
-def head(tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Head]]:
-    """Opens heads that archive to the bucket, each by its name below `tmp_path`; closes them at the end."""
-    monkeypatch.setattr(archive, "LOOK_S", 0.02)
-    monkeypatch.setattr(uploads, "PAUSES_S", (0.02, 0.1))
-    monkeypatch.setenv("VITRINE_HOME", str(tmp_path / "home"))
-    heads = list[Head]()
+def open_store(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
+    """Opens stores, on `root` below `tmp_path` unless another directory is named; closes them at the end."""
+    stores = list[Asked]()
 
-    def opened(name: str = "head", **options: Any) -> Head:
-        heads.append(open_head(tmp_path / name, bucket.uri(""), **options))
-        return heads[-1]
+    def opened(name: str = "root", **options: Any) -> Asked:
+        stores.append(Asked(tmp_path / name, **options))
+        return stores[-1]
 
     yield opened
-    bucket.server.fails = bucket.server.cuts = bucket.server.drops = lambda method, path: False
-    for one in heads:
-        if not one.archive._ending:
-            one.close()
+    for store in stores:
+        store.close()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Proxy]:
-    with object_server() as port:
-        proxy = Proxy(port)
-        yield proxy
-        proxy.close()
+@pytest.fixture(scope="session")
+def server() -> Iterator[ObjectServer]:
+    server = ObjectServer()
+    yield server
+    server.close()
 
 
 class Bucket(NamedTuple):
-    place: Place
-    uri: Callable[[str], str]  # of what lies below it, with what is needed to read it
-    server: Proxy
+    uri: str  # with what is needed to read it
+    place: buckets.Bucket
+    server: ObjectServer
 
-    def objects(self, session: str = "session") -> list[str]:
-        return self.names(session, ".arrow")
-
-    def names(self, folder: str, end: str = "") -> list[str]:
-        """The objects in a folder by their names."""
-        return sorted(info.base_name for info in self.place.below(folder).infos() if info.base_name.endswith(end))
+    def objects(self, session: str = "_/session") -> list[str]:
+        """The names of a session's files."""
+        return sorted(Path(name).name for name in self.place.list(session))
 
 
 @pytest.fixture
-def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
-    """A directory in a new bucket."""
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr(uris, "ATTEMPTS", 2)  # pauses grow
+def bucket(server: ObjectServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A directory in a new bucket, to which stores upload files at once, and each after its last run."""
+    for name, value in {"EC2_METADATA_DISABLED": "true", "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(buckets, "ATTEMPTS", 2)  # pauses grow
+    monkeypatch.setattr(uploader, "_LOOK_S", 0.02)
+    monkeypatch.setattr(uploader, "_PAUSES_S", (0.02, 0.1))
+    monkeypatch.setitem(Writer.__init__.__kwdefaults__, "idle_s", 0)
     name = f"bucket-{abs(hash(request.node.name))}"
     settings = f"endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
-
-    def uri(path: str) -> str:
-        return f"s3://{name}/a%20store/{path}?{settings}"
-
-    place = uris.place_of(uri(""))
+    uri = f"s3://{name}/a%20store?{settings}"
+    place = buckets.bucket(uri)
     place.fs.create_dir(name)
     server.requests.clear()
-    yield Bucket(place, uri, server)
-    server.fails = server.cuts = server.drops = lambda method, path: False
+    yield Bucket(uri, place, server)
+    server.fails = lambda method, path: False
+
+
+@pytest.fixture
+def open_archived(open_store: Callable[..., Asked], bucket: Bucket) -> Callable[..., Asked]:
+    """Opens stores that archive to the bucket."""
+    return partial(open_store, archive=bucket.uri)

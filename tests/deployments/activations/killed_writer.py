@@ -7,28 +7,27 @@ standard input. The child prints its progress in lines; the parent prints `END`.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
 import sys
-import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, SegmentFacts, StoreError
+from deployments.activations.facts import RunFacts, SegmentFacts, SessionName, StoreError
+from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
 
-CALLS = ("open", "write", "fsync", "truncate", "rename", "unlink", "rmdir", "mkdir", "close")
 SESSIONS = ("a", "b", "c")
 SCHEMAS = (((3,), "float32"), ((2, 5), "bfloat16"), ((40,), "float64"))
 
@@ -60,19 +59,13 @@ def say(*words: str) -> None:
 
 
 def killed_at(call: str, number: int, when: str) -> None:
-    """End this process at the n-th system call of a kind: before it, behind it, or, of a write, in the middle."""
-    real, seen = getattr(os, call), 0
+    """End this process at the n-th system call of a kind: before it, or behind it."""
+    real, calls = getattr(os, call), count(1)
 
     def replaced(*args: Any, **named: Any) -> Any:
-        nonlocal seen
-        if args and args[0] == 1:  # what is said
+        if (args and args[0] == 1) or next(calls) < number:  # what is said does not count
             return real(*args, **named)
-        seen += 1
-        if seen < number:
-            return real(*args, **named)
-        if when == "half" and call == "write":
-            real(args[0], args[1][: max(1, len(args[1]) // 2)])
-        elif when == "behind":
+        if when == "behind":
             real(*args, **named)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
@@ -84,42 +77,39 @@ class Client:
     """Stores runs, takes some back, and says what it begins and what it is answered."""
 
     def __init__(self, writer: Writer, prefix: str, chance: random.Random) -> None:
-        self.writer = writer
-        self.chance = chance
-        self.names = (f"{prefix}-{number}" for number in range(10**9))
+        self.writer, self.chance = writer, chance
+        self.names = (f"{prefix}-{number}" for number in count())
         self.open: list[tuple[str, str, list[Any], int]] = []
 
-    def batches(self, session: str, run_id: str) -> list[Any]:
-        return batches(session, run_id, self.chance.randint(1, 4))
+    def new(self) -> tuple[str, str, list[Any]]:
+        session, run_id = self.chance.choice(SESSIONS), next(self.names)
+        return session, run_id, batches(session, run_id, self.chance.randint(1, 4))
 
     def short(self) -> None:
         """Some whole runs at once."""
         waiting = []
         for _ in range(self.chance.randint(1, 5)):
-            session, run_id = self.chance.choice(SESSIONS), next(self.names)
+            session, run_id, rows = self.new()
             say("begin", session, run_id)
-            future = self.writer.submit(made(session, run_id)[0], self.batches(session, run_id))
-            waiting.append((session, run_id, future))
+            waiting.append((session, run_id, self.writer.submit(made(session, run_id)[0], rows)))
         for session, run_id, future in waiting:
             future.result()
             say("stored", session, run_id)
 
     def begin(self) -> None:
         """The first part of a long run."""
-        session, run_id = self.chance.choice(SESSIONS), next(self.names)
-        batches = self.batches(session, run_id)
-        self.writer.append(session, run_id, 0, batches[:1]).result()
-        self.open.append((session, run_id, batches, 1))
+        self.open.append((*self.new(), 0))
+        self.go_on(-1)
 
-    def go_on(self) -> None:
+    def go_on(self, which: int | None = None) -> None:
         """The next part of a long run, or its end."""
         if not self.open:
             return
-        session, run_id, batches, part = self.open.pop(self.chance.randrange(len(self.open)))
+        session, run_id, rows, part = self.open.pop(self.chance.randrange(len(self.open)) if which is None else which)
         try:
-            if part < len(batches):
-                self.writer.append(session, run_id, part, [batches[part]]).result()
-                self.open.append((session, run_id, batches, part + 1))
+            if part < len(rows):
+                self.writer.append(SessionName(None, session), run_id, part, [rows[part]]).result()
+                self.open.append((session, run_id, rows, part + 1))
             else:
                 say("begin", session, run_id)
                 self.writer.submit(made(session, run_id)[0], [], part).result()
@@ -132,38 +122,36 @@ class Client:
     def abandon(self) -> None:
         if self.open:
             session, run_id, _, _ = self.open.pop()
-            self.writer.abandon(session, run_id).result()
+            self.writer.abandon(SessionName(None, session), run_id).result()
             say("failed", session, run_id)
 
     def delete(self) -> None:
         session = self.chance.choice(SESSIONS)
         say("deleting", session)
-        self.writer.delete(session).result()
+        self.writer.delete(SessionName(None, session)).result()
         say("deleted", session)
-
-    def go(self, steps: int) -> None:
-        kinds: list[Callable[[], None]] = [self.short, self.begin, self.go_on, self.abandon, self.delete]
-        for step in self.chance.choices(kinds, weights=[8, 4, 8, 1, 1], k=steps):
-            step()
 
 
 def child(job: dict[str, Any]) -> None:
     if at := job.get("at"):
         killed_at(*at)
-    root = Path(job["root"])
-    recover(root)
-    writer = Writer(root, Catalogue.rebuild(root), segment_bytes=job["segment_bytes"], open_segments=4)
-    Client(writer, job["prefix"], random.Random(job["seed"])).go(job["steps"])
+    root, chance = Path(job["root"]), random.Random(job["seed"])
+    known = Index.reading(root)
+    recover(root, known.sealed() if known else {})
+    writer = Writer(root, Index.open(root), segment_bytes=job["segment_bytes"], open_segments=4)
+    client = Client(writer, job["prefix"], chance)
+    kinds = [client.short, client.begin, client.go_on, client.abandon, client.delete]
+    for step in chance.choices(kinds, weights=[8, 4, 8, 1, 1], k=30):
+        step()
     writer.close()
 
 
 def main() -> None:
+    logging.disable(logging.WARNING)  # each start says what it mended
     batches("a", "none", 1)  # Arrow loads much at its first use
-    assert threading.active_count() == 1, "who forks has no other threads"
     for line in sys.stdin:
         job = json.loads(line)
-        process = os.fork()
-        if not process:
+        if not (process := os.fork()):
             try:
                 child(job)
                 os._exit(0)

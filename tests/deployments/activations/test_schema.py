@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import pickle
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.activations.facts import RunFacts, SegmentFacts, StoreError, check_session_id
+from deployments.activations.facts import RunFacts, SegmentFacts, check_session_id
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.segments.packing import Packed
 from deployments.activations.segments.schema import batch_facts, batch_metadata
@@ -110,8 +109,3 @@ def test_a_packed_batch_is_unpickled_as_it_was_without_a_copy_of_its_values(rows
     [stream] = map(memoryview, buffers)
     start = np.frombuffer(stream, np.uint8).ctypes.data
     assert start <= found["a"].storage.values.buffers()[1].address < start + stream.nbytes
-
-
-def test_store_errors_survive_pickling():
-    # `copy` goes by way of what pickle calls.
-    assert str(copy.deepcopy(StoreError("the disk is full"))) == "the disk is full"

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.accounts import OPERATOR, Account
+from deployments.activations.facts import StoreError
+from deployments.activations.files.disk import write
 from deployments.client_data import profiles as stored_profiles
 from deployments.client_data.profiles import MAX_BYTES, StoredProfiles
 from deployments.errors import RequestError
@@ -49,6 +51,36 @@ def test_another_of_its_name_takes_its_place(files, tmp_path):
         assert one.get("p")["capture"] == CAPTURE
         assert one.get("p")["description"] is None
         assert len(one.list(10, None)) == 1
+
+
+def test_each_is_a_file_and_one_that_cannot_be_read_is_passed_over(files, tmp_path, caplog):
+    files.put(profile("mine"), Account("ann", is_admin=False))
+    files.put(profile("all"), OPERATOR)
+    folder = tmp_path / ".profiles"
+    assert {path.name for path in folder.iterdir()} == {"mine@ann.json", "all.json"}
+    (folder / "all.json").write_text("{")
+    (folder / "other.json").write_text('{"created": 1, "default": false, "profile": {"name": "other"}}')
+    (folder / ".new-1-mine@ann.json").write_text("{")
+    (folder / "notes.txt").write_text("")
+    again = StoredProfiles(tmp_path)
+    assert [one["name"] for one in again.list(10, None)] == ["mine"]
+    assert len(caplog.records) == 2
+
+
+def test_a_crash_between_two_defaults_leaves_the_last_one(files, tmp_path, monkeypatch):
+    files.put(profile("a", model="m", default=True), OPERATOR)
+
+    def only_the_new(root, folder, name, data):
+        if name == "b.json":
+            return write(root, folder, name, data)
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(stored_profiles, "write", only_the_new)
+    with pytest.raises(StoreError, match="full"):
+        files.put(profile("b", model="m", default=True), OPERATOR)
+    for one in (files, StoredProfiles(tmp_path)):
+        assert defaults(one) == {"m": "b"}
+        assert [one["name"] for one in one.list(10, None) if one["default"]] == ["b"]
 
 
 names, models = st.sampled_from(["a", "b", "c"]), st.sampled_from(["m", "n"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.index.index import Index
 from deployments.client_data.tensors import MAX_TENSORS, TensorFiles, check, pick
 from deployments.errors import RequestError
 
@@ -163,7 +163,7 @@ def test_who_starts_again_passes_over_links_strangers_and_what_a_crash_left(file
 
 def test_tensor_files_are_no_session(files, tmp_path):
     files.put(WHOLE, ROOM)
-    assert Catalogue.copied(tmp_path).sessions() == []
+    assert Index.scanned(tmp_path).sessions() == []
 
 
 @pytest.mark.parametrize(("reference", "says"), [("id", "several"), ("id/c", "no tensor 'c'"), ("id/", "no tensor ''")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ class Handle:
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
-        self._reader = ActivationReader(store._asked, wait=lambda: None)
+        self._reader = ActivationReader(store._asked)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store if hasattr(self._store, name) else self._reader, name)
@@ -115,6 +116,18 @@ class Patching:
     def close(self) -> None:
         self._replica.__del__()
         self._store._writer.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory):
+    """Where the stores' indexes go."""
+    if "VITRINE_HOME" in os.environ:
+        yield
+        return
+    os.environ["VITRINE_HOME"] = home = str(tmp_path_factory.mktemp("home"))
+    yield
+    if os.environ["VITRINE_HOME"] == home:  # otherwise the shared cluster, which started meanwhile, has set its own
+        del os.environ["VITRINE_HOME"]
 
 
 @pytest.fixture(scope="module")

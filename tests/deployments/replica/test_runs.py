@@ -15,8 +15,8 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
+from deployments.activations.index.index import Index
 from deployments.activations.reader.loading import load, runs
 from deployments.activations.writer.writer import Writer
 from deployments.engine.request import GREEDY
@@ -62,22 +62,22 @@ class SlowStore:
 
     def __init__(self, root: Path) -> None:
         self.leave = asyncio.Semaphore(0)
-        self.writer = Writer(root, Catalogue.rebuild(root))
+        self.writer = Writer(root, Index.scanned(root))
         self.append, self.write_all, self.abandon = map(Method, (self._append, self._write_all, self._abandon))
         self.appended, self.arrived = 0, asyncio.Event()  # chunks; the first has come
 
-    async def _append(self, session_id, run_id, part, batches, most, fence):
+    async def _append(self, session, run_id, part, batches, most):
         await self.leave.acquire()
         self.appended += 1
         self.arrived.set()
-        await asyncio.wrap_future(self.writer.append(session_id, run_id, part, _arrived(batches)))
+        await asyncio.wrap_future(self.writer.append(session, run_id, part, _arrived(batches)))
 
     async def _write_all(self, ends):
         stored = [self.writer.submit(end.run, _arrived(end.batches), end.part) for end in ends]
         return await asyncio.gather(*map(asyncio.wrap_future, stored), return_exceptions=True)
 
-    def _abandon(self, session_id, run_id):
-        return self.writer.abandon(session_id, run_id)
+    def _abandon(self, session, run_id):
+        return self.writer.abandon(session, run_id)
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def test_each_prompt_of_a_list_has_the_hash_that_it_has_alone(tmp_path):
         for id, prompts, n in (("alone", lone, 1), ("list", several, 2)):
             asyncio.run(replica.complete(replace(a_job(id), prompts=prompts, n=n)))
     store.writer.close()
-    hashes = [run.messages_hash for run in runs(tmp_path / "s")]
+    hashes = [run.messages_hash for run in runs(tmp_path / "_" / "s")]
     first, second = (hashlib.sha256(json.dumps([prompt]).encode()).hexdigest() for prompt in several)
     assert hashes == [first, first, first, second, second]
 
@@ -197,10 +197,10 @@ def test_runs_are_listed_by_request_and_choice_not_by_their_ends(tmp_path):
 
     asyncio.run(scene())
     asked = ["run-b-0", *(f"run-a-{index}" for index in range(12))]
-    assert [facts.run_id for facts in runs(tmp_path / "s")] == asked
-    catalogue = Catalogue.copied(tmp_path)
-    assert [run["run_id"] for run in catalogue.runs()] == asked
-    pages = [catalogue.runs(limit=5, after=after) for after in (None, "run-a-3", "run-a-8")]
+    assert [facts.run_id for facts in runs(tmp_path / "_" / "s")] == asked
+    index = Index.scanned(tmp_path)
+    assert [run["run_id"] for run in index.runs()] == asked
+    pages = [index.runs(limit=5, after=after) for after in (None, "run-a-3", "run-a-8")]
     assert [run["run_id"] for page in pages for run in page] == asked
 
 
@@ -226,7 +226,7 @@ def test_a_run_whose_client_goes_leaves_nothing_in_the_store_and_frees_its_memor
 
     last = asyncio.run(scene())
     assert last.run.status == "stored"
-    assert [facts.run_id for facts in runs(tmp_path / "s")] == [last.run.run_id]
+    assert [facts.run_id for facts in runs(tmp_path / "_" / "s")] == [last.run.run_id]
 
 
 def test_the_runs_of_a_second_attempt_have_names_of_their_own(tmp_path):
@@ -236,7 +236,7 @@ def test_the_runs_of_a_second_attempt_have_names_of_their_own(tmp_path):
     (end,) = (message for message in messages if isinstance(message, End))
     assert (end.run.run_id, end.run.status) == ("run-job-0-1", "stored")
     store.writer.close()
-    assert [facts.run_id for facts in runs(tmp_path / "s")] == ["run-job-0-1"]
+    assert [facts.run_id for facts in runs(tmp_path / "_" / "s")] == ["run-job-0-1"]
 
 
 def test_more_last_rows_than_can_be_held_until_the_end_are_refused(tmp_path):

@@ -68,7 +68,7 @@ def test_the_labels_of_a_real_run_name_the_tokens_of_answers_calls_and_results(s
     assert table.num_rows == len(samples) == 8
     for row in table.to_pylist():
         sample = samples[f"{row['problem']}.{row['mode']}.{row['variant']}"]
-        run = load(served.home / "activations" / "labelled", row["run_id"])
+        run = load(served.home / "activations" / "_" / "labelled", row["run_id"])
         assert run.facts.text is not None
         assert run.text_offsets is not None
         ends = [*run.text_offsets.tolist(), len(run.facts.text)]

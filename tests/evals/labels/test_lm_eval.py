@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 from evals.config import EvalError
@@ -27,7 +27,7 @@ Store = Callable[..., None]
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """`store(run_id, asked, text, model)`: stores a run of two tokens."""
-    writer = Writer(tmp_path, Catalogue())
+    writer = Writer(tmp_path, Index.scanned(tmp_path))
 
     def write(run_id: str, asked: Any, text: str | None = None, model: str = "m") -> None:
         segment = SegmentFacts(SESSION, model, None, "Qwen3ForCausalLM", {"torch": "2"}, {"norm.output": "norm"})

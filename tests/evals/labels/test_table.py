@@ -40,7 +40,7 @@ def spelled(store: Path, row: dict[str, Any], part: str) -> str | None:
     """The text of a row's span, by the run's own offsets."""
     if row[f"span.{part}"] is None:
         return None
-    run = load(store / SESSION, row["run_id"])
+    run = load(store / "_" / SESSION, row["run_id"])
     assert run.facts.text is not None
     assert run.text_offsets is not None
     first, end = (int(position - run.positions[0]) for position in row[f"span.{part}"])
@@ -118,7 +118,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     told = facts(found)
     assert (told["samples"], told["failed"], told["without_run"]) == (60, len(failed), 1)
     assert told["other_runs"] == 1 + sum(len(sample.runs) for sample in failed) > 1
-    assert told["why_no_spans"] == f"1 runs are not in {tmp_path / 'store' / SESSION}"
+    assert told["why_no_spans"] == f"1 runs are not in {tmp_path / 'store' / '_' / SESSION}"
     ids = found["run_id"].to_pylist()
     assert "asked-again" in ids
     assert json.loads(kept[repeated])["turns"][0]["activations"]["runs"][0]["run_id"] not in ids
@@ -130,7 +130,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     [
         ({"last": 3}, "some", None),
         ({"text": False}, "none", r"40 runs were stored without their text"),
-        (None, "none", r"file://\S+/store/evaluated cannot be read from this machine: use .*"),
+        (None, "none", r"file://\S+/store/_/evaluated cannot be read from this machine: use .*"),
     ],
 )
 def test_without_the_rows_or_texts_of_a_part_its_span_is_null_and_the_summary_says_why(
@@ -154,7 +154,7 @@ def test_without_the_rows_or_texts_of_a_part_its_span_is_null_and_the_summary_sa
 
 def test_transferred_files_are_read_where_the_store_is_elsewhere(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "results", tmp_path / "results")
-    shutil.copytree(made / "store" / SESSION, tmp_path / "results" / "activations" / SESSION)
+    shutil.copytree(made / "store" / "_" / SESSION, tmp_path / "results" / "activations" / SESSION)
     for path in (tmp_path / "results" / "samples").iterdir():
         path.write_text(path.read_text().replace("file:///", "s3://bucket/"))
     there, here = labelled(tmp_path / "results"), labelled(made / "results")

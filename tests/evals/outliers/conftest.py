@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 
@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; `s
 
 def _record(store: Path, runs: Mapping[str, Mapping[str, torch.Tensor]], *, model: str = "model", **facts: str) -> None:
     """Stores runs of the session `s`, `[tokens, features]` by point; token k of a run is k + 100 and reads `<k>`."""
-    with closing(Writer(store, Catalogue())) as writer:
+    with closing(Writer(store, Index.scanned(store))) as writer:
         for run_id, points in runs.items():
             rows = len(next(iter(points.values())))
             segment = SegmentFacts("s", model, None, "Any", {}, {name: f"model.{name}" for name in points})

@@ -186,7 +186,7 @@ def test_a_file_of_format_2_has_no_texts(
             "--points, session s: layers.*.q_proj.input was not recorded; there is layers.",
         ),
         (["--session", "other"], "no session 'other'"),
-        (["--store", "/nowhere"], "there is nothing at /nowhere"),
+        (["--store", "/nowhere"], "there is no session 's' in /nowhere"),
         (
             ["--massive-points", "layers.9.output"],
             "--massive-points, session s: layers.9.output was not recorded; there is layers.",

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 
@@ -36,7 +36,7 @@ class Made:
 def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
     """Write a session as the server does."""
     directory.mkdir(exist_ok=True)
-    writer = Writer(directory, Catalogue())
+    writer = Writer(directory, Index.scanned(directory))
     try:
         for made in runs:
             stored = len(next(iter(made.rows.values())))

@@ -154,7 +154,7 @@ def test_files_that_are_elsewhere_are_the_reason_why_there_is_nothing(tmp_path: 
 def test_a_directory_of_other_runs_is_the_reason_why_there_is_nothing(tmp_path: Path) -> None:
     with Store(tmp_path / "store") as store:
         recorded(store, tmp_path / "results", {"r1": (True, points(1, 4))})
-        uri = f"file://{tmp_path}/store/{SESSION}/x.arrow"
+        uri = f"file://{tmp_path}/store/_/{SESSION}/x.arrow"
     samples(tmp_path / "results", [("another", True, [uri])])
     assert "has none of the samples' runs" in read(tmp_path / "results")["why_not"]
 

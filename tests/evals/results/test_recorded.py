@@ -25,7 +25,7 @@ async def ask(base_url: str, session: str) -> tuple[list[dict[str, Any]], dict[s
     body |= {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "capture": {"points": POINTS}}
     try:
         metas = [(await client.chat(body))["activations_meta"] for _ in range(2)]
-        return metas, await sampled_values(client.download, metas, 20)
+        return metas, await sampled_values(client, metas, 20)
     finally:
         await client.close()
 

@@ -2,31 +2,30 @@
 
 import asyncio
 import json
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
 from made import make_results
 from stored import SESSION, Store, points
 
-from deployments import paging
 from deployments.activations import load, runs
 from evals.config import Config, EvalError
 from evals.gsm8k.summary import conclude
 from evals.results import transfer as transferring
 from evals.results.results import read_json
 from evals.results.transfer import transfer
+from evals.server import client, stored_runs
 from evals.server.client import ChatClient
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr(transferring, "PIECE_RUNS", 2)
     monkeypatch.setattr(transferring, "PAGE", 3)
+    monkeypatch.setattr(transferring, "PIECE_BYTES", 5400)  # two runs; the first alone, which has the file's head
     with Store(tmp_path / "store") as running:
         for run in range(5):
             running.record(f"r{run}", points(run, 4 + run))
@@ -48,7 +47,7 @@ def test_all_runs_of_the_session_arrive_bit_for_bit(store: Store, tmp_path: Path
     for run in range(5):
         there = load(folder, f"r{run}")
         assert all(torch.equal(there[name], values) for name, values in points(run, 4 + run).items())
-    assert [len(request["run"]) for request in store.requests] == [2, 2, 1]
+    assert store.requests == ["bytes=0-65535"] * 3  # each piece is within the file's beginning
 
 
 def test_what_came_before_an_interruption_stays_and_the_next_call_goes_on(store: Store, tmp_path: Path) -> None:
@@ -66,7 +65,7 @@ def test_what_came_before_an_interruption_stays_and_the_next_call_goes_on(store:
     assert len(runs(tmp_path / "activations" / SESSION)) == 3
     assert not (tmp_path / "activations" / "transferred.json").exists()
     found = transfer(tmp_path, store.base_url, SESSION)
-    assert [request["run"] for request in store.requests] == [["r2", "r3"], ["r2", "r3"], ["r9"]]
+    assert len(store.requests) == 3
     assert {run.run_id for run in runs(tmp_path / found["path"])} == whole | {"r9"}
     assert transfer(tmp_path, store.base_url, SESSION) == found
     assert len(store.requests) == 3
@@ -111,35 +110,25 @@ def test_a_download_that_breaks_off_each_time_comes_to_an_end(store: Store, tmp_
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_download_that_breaks_off_goes_on_with_the_page_that_it_broke_off_in(
+def test_a_download_that_breaks_off_goes_on_with_the_range_that_it_broke_off_in(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paging, "PAGE_BYTES", 2000)
-    store.cuts = {2, 4}
+    monkeypatch.setattr(client, "PAGE_BYTES", 2000)
+    monkeypatch.setattr(stored_runs, "HEAD_BYTES", 500)  # too few: more are asked for
+    store.cuts = {3, 5}
     assert transfer(tmp_path, store.base_url, SESSION, retries=1, max_outage=60.0)["runs"] == 5
-    ranges = [request["range"] for request in store.requests]
-    assert ranges[:4] == ["bytes=0-1999", "bytes=2000-3999", "bytes=2000-3999", "bytes=4000-5999"]
-    assert ranges.count("bytes=0-1999") == 3  # one for each piece
+    assert store.requests[:4] == ["bytes=0-499", "bytes=0-1999", "bytes=2000-3999", "bytes=2000-3999"]
+    assert store.requests.count("bytes=0-499") == 3  # one for each piece
     for run in range(5):
         there = load(tmp_path / "activations" / SESSION, f"r{run}")
         assert all(torch.equal(there[name], values) for name, values in points(run, 4 + run).items())
 
 
-def test_a_piece_that_changes_between_two_pages_is_pulled_anew(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paging, "PAGE_BYTES", 2000)
-    store.moves = {2}
-    assert transfer(tmp_path, store.base_url, SESSION)["runs"] == 5
-    assert [request["range"] for request in store.requests][:3] == ["bytes=0-1999", "bytes=2000-3999", "bytes=0-1999"]
-    for run in range(5):
-        there = load(tmp_path / "activations" / SESSION, f"r{run}")
-        assert all(torch.equal(there[name], values) for name, values in points(run, 4 + run).items())
-    (tmp_path / "activations" / "transferred.json").unlink()
-    shutil.rmtree(tmp_path / "activations" / SESSION)
-    store.moves = set(range(1000))
-    with pytest.raises(EvalError, match="HTTP 412: it changed since its first page"):
+def test_runs_that_are_not_what_the_server_wrote_are_a_stated_reason(store: Store, tmp_path: Path) -> None:
+    store.sends = lambda data: data.replace(b"\x01", b"\x02")
+    with pytest.raises(EvalError, match=f"activations of session {SESSION} were not all transferred"):
         transfer(tmp_path, store.base_url, SESSION)
+    assert not list((tmp_path / "activations" / SESSION).glob("*.arrow"))
 
 
 @pytest.mark.parametrize("status", [400, 404, 500])
@@ -173,7 +162,7 @@ def test_a_server_that_is_away_is_a_stated_reason(tmp_path: Path) -> None:
         transfer(tmp_path, "http://127.0.0.1:9/v1", SESSION, max_outage=0.1)
 
 
-@pytest.mark.parametrize("page", [{"runs": []}, {"runs": [{"run_id": "r0"}]}])
+@pytest.mark.parametrize("page", [{"runs": []}, {"runs": [{"run_id": "r0", "file": "x.arrow", "bytes": 1}]}])
 def test_a_server_that_has_more_runs_for_ever_and_lists_none_is_a_stated_reason(
     store: Store, tmp_path: Path, page: dict[str, Any]
 ) -> None:
@@ -189,27 +178,19 @@ def test_a_page_that_lists_no_runs_is_a_stated_reason(store: Store, tmp_path: Pa
         transfer(tmp_path, store.base_url, SESSION)
 
 
-def test_a_server_that_does_not_say_how_many_bytes_there_are_is_pulled_all_the_same(
-    store: Store, tmp_path: Path
-) -> None:
-    store.lists = lambda found: found | {"bytes": None}
-    assert transfer(tmp_path, store.base_url, SESSION)["runs"] == 5
+def test_runs_without_their_places_are_a_stated_reason(store: Store, tmp_path: Path) -> None:
+    store.lists = lambda found: found | {"runs": [{"run_id": run["run_id"]} for run in found["runs"]]}
+    with pytest.raises(EvalError, match="does not list where runs lie in their files"):
+        transfer(tmp_path, store.base_url, SESSION)
 
 
-def test_runs_that_are_listed_and_not_sent_are_a_stated_reason(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = ChatClient.download
-
-    async def less(client: ChatClient, path: str, params: dict[str, Any], file: BinaryIO) -> None:
-        await whole(client, path, params | {"run": [run for run in params["run"] if run != "r3"] or ["r0"]}, file)
-
-    monkeypatch.setattr(ChatClient, "download", less)
-    with pytest.raises(EvalError, match="not all transferred: the server lists r3, and sent no such run"):
+def test_runs_that_are_listed_and_not_sent_are_a_stated_reason(store: Store, tmp_path: Path) -> None:
+    store.lists = lambda found: (
+        found | {"runs": [run | {"run_id": "r8"} if run["run_id"] == "r3" else run for run in found["runs"]]}
+    )
+    with pytest.raises(EvalError, match="not all transferred: the server lists r8, and sent no such run"):
         transfer(tmp_path, store.base_url, SESSION)
     assert not (tmp_path / "activations" / "transferred.json").exists()
-    monkeypatch.undo()
-    assert transfer(tmp_path, store.base_url, SESSION)["runs"] == 5
 
 
 @pytest.mark.usefixtures("hurried")

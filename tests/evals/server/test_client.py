@@ -1,5 +1,4 @@
 import asyncio
-import io
 import socket
 from collections.abc import Awaitable, Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,12 +106,19 @@ def test_a_server_that_hangs_is_away_and_its_answer_not_late(server: FakeServer)
     server.release()
 
 
-def test_a_download_that_takes_too_long_is_tried_again(server: FakeServer) -> None:
+async def fetched(client: ChatClient) -> bytes:
+    return b"".join([part async for part in client.file_bytes("models", 0, 10)])
+
+
+def test_bytes_of_a_file_that_take_too_long_are_asked_for_again(server: FakeServer) -> None:
     server.closed = JSONResponse({"error": {"message": "too slow"}}, status_code=504)
     with pytest.raises(RequestFailed, match=r"too slow \(attempt 3 of 3\)"):
-        asyncio.run(
-            with_client(server.base_url, lambda client: client.download("models", {}, io.BytesIO()), sleep=Time().sleep)
-        )
+        asyncio.run(with_client(server.base_url, fetched, sleep=Time().sleep))
+
+
+def test_an_answer_without_the_bytes_that_were_asked_for_is_refused(server: FakeServer) -> None:
+    with pytest.raises(RequestFailed, match="does not have the bytes of a file from 0 on"):
+        asyncio.run(with_client(server.base_url, fetched))
 
 
 @pytest.mark.parametrize(

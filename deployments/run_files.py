@@ -1,0 +1,44 @@
+"""Cuts single runs out of stored activation files by their bytes alone.
+
+How a client gets one run without the rest of its file: lists of runs give the run's `file`, `offset` and `bytes`. The
+run's record batches are the bytes `[offset, offset + bytes)` of the file, which a server sends as byte ranges. They can
+only be read after the file's head, which has the schema and the dictionary: fetch the file's beginning (64 KiB are
+nearly always enough), and more while `head_length` gives None. `stream_of` joins head and run:
+
+    beginning = fetch(file, 0, 1 << 16)
+    head = beginning[: head_length(beginning)]
+    with pyarrow.ipc.open_stream(stream_of(head, fetch(file, offset, offset + bytes))) as stream:
+        rows = stream.read_all()
+
+The first run of a file has `offset` 0, and its bytes begin with the head.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+MAGIC = b"ARROW1\0\0"  # begins every file; the stream of messages comes after it
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # ends a stream
+
+
+def head_length(data: bytes) -> int | None:
+    """How many bytes of a file come before its first record batch, by the file's beginning; None if that is too short.
+
+    ValueError if it is not the beginning of a file of activations.
+    """
+    if not MAGIC.startswith(data[: len(MAGIC)]):
+        raise ValueError("these bytes do not begin an Arrow file")
+    source = pa.BufferReader(data)
+    try:
+        source.seek(len(MAGIC))
+        kinds = [pa.ipc.read_message(source).type for _ in range(2)]
+    except (pa.ArrowException, EOFError, OSError):
+        return None
+    if kinds != ["schema", "dictionary"]:
+        raise ValueError("these bytes do not begin a file of activations")
+    return int(source.tell())
+
+
+def stream_of(head: bytes, run: bytes) -> bytes:
+    """An Arrow IPC stream of one run: of its file's head and its own bytes, which may begin with the head."""
+    return (run if run.startswith(MAGIC) else head + run)[len(MAGIC) :] + _END
