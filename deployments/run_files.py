@@ -15,6 +15,9 @@ The first run of a file has `offset` 0, and its bytes begin with the head.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import pyarrow as pa
 
 MAGIC = b"ARROW1\0\0"  # begins every file; the stream of messages comes after it
@@ -42,3 +45,16 @@ def head_length(data: bytes) -> int | None:
 def stream_of(head: bytes, run: bytes) -> bytes:
     """An Arrow IPC stream of one run: of its file's head and its own bytes, which may begin with the head."""
     return (run if run.startswith(MAGIC) else head + run)[len(MAGIC) :] + _END
+
+
+def spans(head: int, runs: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """The ranges of a file's bytes that have some listed runs, without the `head` bytes at its beginning.
+
+    Adjacent runs are in one range; the ranges ascend.
+    """
+    found: list[tuple[int, int]] = []
+    for first, end in sorted((max(head, run["offset"]), run["offset"] + run["bytes"]) for run in runs):
+        if found and found[-1][1] == first:
+            first = found.pop()[0]
+        found.append((first, end))
+    return found

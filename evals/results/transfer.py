@@ -106,6 +106,8 @@ async def _fetch_missing(client: ChatClient, directory: Path, session_id: str, u
         RequestFailed: the server refuses, is away for too long, or does not send what it lists.
         ValueError: what it sends is damaged, or no Arrow.
     """
+    from deployments.activations.segments.verify import seal
+
     folder = directory / FOLDER / session_id
     listed = await _listed(client, f"activations/session/{session_id}")
     there = transferred_runs(directory, session_id)
@@ -116,7 +118,8 @@ async def _fetch_missing(client: ChatClient, directory: Path, session_id: str, u
             unfinished.mkdir()
             with (fetched := unfinished / "fetched.arrow").open("wb") as file:
                 await write_runs(client, piece, file)
-            _seal(fetched)
+            if not seal(fetched, set()):
+                raise ValueError("a file is not what the server wrote: it has no whole run")
             last = max((int(file.stem.removeprefix("pulled-")) for file in folder.glob("pulled-*.arrow")), default=0)
             fetched.rename(folder / f"pulled-{last + 1:06}.arrow")
             bar.update(len(piece))
@@ -139,22 +142,6 @@ def _pieces(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
             piece.append(entry)
             size += entry["bytes"]
         yield piece
-
-
-def _seal(path: Path) -> None:
-    """Check the runs of a fetched file, and give it a footer.
-
-    Raises:
-        ValueError: they are damaged.
-    """
-    from deployments.activations.segments.segment_writer import rewrite  # here: torch comes with it
-    from deployments.activations.segments.segments import whole_runs
-    from deployments.activations.segments.verify import verify
-
-    if not (found := verify(path)).ok:
-        raise ValueError(f"a file is not what the server wrote: {found.reason}")
-    runs = list(whole_runs(path))
-    rewrite(path, runs[0].batches[0].schema, (batch for run in runs for batch in run.batches), path.parent)
 
 
 async def _listed(client: ChatClient, url: str) -> dict[str, Entry]:

@@ -8,7 +8,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from deployments.run_files import MAGIC, head_length
+from deployments.run_files import MAGIC, head_length, spans
 from evals.server.answers import RequestFailed
 from evals.server.client import ChatClient
 
@@ -49,7 +49,7 @@ async def write_runs(client: ChatClient, entries: Sequence[Entry], to: IO[bytes]
     try:
         path = f"activations/session/{entries[0]['session_id']}/files/{entries[0]['file']}"
         owner = {"owner": entries[0]["owner"] or ""} if "owner" in entries[0] else {}
-        places = sorted((int(one["offset"]), int(one["offset"]) + int(one["bytes"])) for one in entries)
+        places = [{name: int(one[name]) for name in ("offset", "bytes")} for one in entries]
     except (TypeError, KeyError, ValueError) as error:
         raise RequestFailed("the server does not list where runs lie in their files") from error
     beginning, length = b"", None
@@ -63,13 +63,7 @@ async def write_runs(client: ChatClient, entries: Sequence[Entry], to: IO[bytes]
         if length is None and len(beginning) < size:
             raise RequestFailed(f"{path} is cut short")
     to.write(beginning[:length])
-    spans: list[tuple[int, int]] = []
-    for first, end in places:
-        first = max(first, length)
-        if spans and spans[-1][1] == first:
-            first = spans.pop()[0]
-        spans.append((first, end))
-    for first, end in spans:
+    for first, end in spans(length, places):
         to.write(known := beginning[first:end])
         async for page in client.file_bytes(path, first + len(known), end, **owner):
             to.write(page)

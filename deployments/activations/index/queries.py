@@ -124,11 +124,9 @@ class Queries(ABC):
         found = self._entries(Filter(runs=(run_id,), owner=owner), "LIMIT 1")
         return found[0] if found else None
 
-    def entries(self, session: SessionName | None = None, runs: Collection[str] | None = None) -> list[Entry]:
-        """The runs of a session, or of all, or those of `runs` that there are, the oldest first."""
+    def entries(self, runs: Collection[str] | None = None) -> list[Entry]:
+        """All runs, or those of `runs` that there are, the oldest first."""
         of = Filter(runs=None if runs is None else tuple(runs))
-        if session is not None:
-            of = of._replace(session=session.id, owner=session.owner or "")
         return self._entries(of, "ORDER BY runs.created, runs.run_id")
 
     def sessions(self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING) -> list[dict[str, Any]]:

@@ -29,18 +29,19 @@ _TICK_NS = 2_000_000_000
 logger = logging.getLogger(__name__)
 
 
-def put(database: sqlite3.Connection, update: FileUpdate) -> int:
-    """Add runs of one file, and the file as it is now: all or nothing; by how many bytes the file has grown."""
+def put(database: sqlite3.Connection, update: FileUpdate) -> None:
+    """Add runs of one file, and the file as it is now: all or nothing. Its object in the bucket is needed again."""
     session, entries, file = update
     owner = session.owner or ""
     with transaction(database):
-        found = database.execute("SELECT id, rows, bytes FROM files WHERE path = ?", (file.path,)).fetchone()
+        found = database.execute("SELECT id, rows FROM files WHERE path = ?", (file.path,)).fetchone()
         if found is None:
             new = (
                 "INSERT INTO files (owner, session, path, bytes, sealed, rows, points) VALUES (?, ?, ?, 0, 0, 0, '{}')"
             )
-            found = database.execute(new, (owner, session.id, file.path)).lastrowid, 0, 0
-        id, known, size = found
+            found = database.execute(new, (owner, session.id, file.path)).lastrowid, 0
+            database.execute("DELETE FROM removals WHERE path = ?", (file.path,))
+        id, known = found
         rows = [_row(session, id, entry) for entry in entries]
         added = database.executemany(_ADD, rows).rowcount if rows else 0
         count = known + sum(entry.rows for entry in entries) if known is not None and added == len(rows) else None
@@ -51,7 +52,6 @@ def put(database: sqlite3.Connection, update: FileUpdate) -> int:
         modified_ns = file.modified_ns if count == file.rows else None
         told = "UPDATE files SET bytes = ?, sealed = ?, rows = ?, modified_ns = ? WHERE id = ?"
         database.execute(told, (file.bytes, file.sealed, count, modified_ns, id))
-    return file.bytes - int(size)
 
 
 def _row(session: SessionName, file: int, entry: Entry) -> tuple[Any, ...]:

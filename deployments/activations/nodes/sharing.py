@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.activations.files.disk import NEW
-from deployments.clusters import HEAD, NAMESPACE, detached
+from deployments.clusters import HEAD, NAMESPACE, detached, detached_names
 
 MARKER = f"{NEW}shared-"  # in a store's directory, whose next start removes those that killed processes left
 _SEEN_S = 5.0  # for which a file of another node is waited for: NFS keeps listings for some seconds
@@ -108,10 +108,8 @@ def _is_locked(path: Path) -> bool:
 
 def node_writers(root: str) -> list[Any]:
     """The handles of the nodes' writers of a store; none where this process has joined no cluster."""
-    found = []
-    names = ray.util.list_named_actors(all_namespaces=True) if ray.is_initialized() else []
-    for one in names:
-        if one["namespace"] == NAMESPACE and one["name"].startswith(f"{_WRITER}{root} on "):
-            with contextlib.suppress(ValueError):  # it has ended meanwhile, and its node with it
-                found.append(ray.get_actor(one["name"], namespace=NAMESPACE))
+    found, prefix = [], f"{_WRITER}{root} on "
+    for node in detached_names(prefix) if ray.is_initialized() else []:
+        with contextlib.suppress(ValueError):  # it has ended meanwhile, and its node with it
+            found.append(ray.get_actor(prefix + node, namespace=NAMESPACE))
     return found

@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import MOST_BYTES
-from deployments.activations.segments.segment_writer import rewrite
-from deployments.activations.segments.segments import whole_runs
+from deployments.activations.segments.batches import DamagedError
+from deployments.activations.segments.verify import seal
 from deployments.options import fits_header
-from deployments.run_files import head_length
+from deployments.run_files import head_length, spans
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may be busy first
 _HEAD = 64 << 10  # bytes of a file in which its head nearly always is
@@ -103,11 +103,15 @@ def fetch(http: httpx.Client, runs: Sequence[Listed], folder: Path, progress: bo
             head = _head(http, its[-1])
             with path.open("wb") as out:
                 out.write(head)
-                for run in its:
-                    for piece in _pieces(http, run, max(run["offset"], len(head)), run["offset"] + run["bytes"]):
+                for first, end in spans(len(head), its):
+                    for piece in _pieces(http, its[0], first, end):
                         out.write(piece)
                         bar.update(len(piece))
-            _seal(path, {run["run_id"] for run in its})
+            try:
+                if not seal(path, {run["run_id"] for run in its}):
+                    raise PullError(_CHANGED)
+            except DamagedError as error:
+                raise PullError(f"{error}: run `verify` there") from error
 
 
 def _head(http: httpx.Client, run: Listed) -> bytes:
@@ -158,14 +162,3 @@ def _file_of(run: Listed) -> str:
     if not _FILE_NAME.fullmatch(name):
         raise PullError(f"{name!r:.140} is no name of a file")
     return name
-
-
-def _seal(path: Path, runs: set[str]) -> None:
-    """Check what came of a file, and seal it."""
-    found = list(whole_runs(path))
-    if runs - {run.facts.run_id for run in found}:
-        raise PullError(_CHANGED)
-    for run in found:
-        if bad := run.damage():
-            raise PullError(f"{', '.join(bad)} of run {run.facts.run_id} is not what was written: run `verify` there")
-    rewrite(path, found[0].batches[0].schema, [batch for run in found for batch in run.batches], path.parent)

@@ -193,7 +193,7 @@ def _indexed(source: AnySource, runs: Collection[str]) -> list[tuple[SourceFile,
     if _is_remote(text := os.fspath(source)):
         return found
     for index, below in _stores(_path_of(text)):
-        for entry in index.entries(None, runs):
+        for entry in index.entries(runs):
             if entry.path.startswith(below) and (path := index.root / entry.path).is_file():
                 found.append((SourceFile(str(path)), entry))
             elif entry.path.startswith(below) and entry.archived:

@@ -1,9 +1,10 @@
-"""Verifies stored files, and finds what can still be read of damaged ones."""
+"""Verifies stored files, finds what can still be read of damaged ones, and seals copies."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ import pyarrow as pa
 from deployments.activations.segments.batches import DamagedError, batches_of
 from deployments.activations.segments.checksums import is_intact
 from deployments.activations.segments.schema import batch_facts
+from deployments.activations.segments.segment_writer import rewrite
 from deployments.activations.segments.segments import listed_batches, whole_runs
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
@@ -49,6 +51,21 @@ def verify(path: str | os.PathLike[str]) -> Verified:
     except OSError as error:
         found.state, found.reason = "unreadable", error.strerror or str(error)
     return found
+
+
+def seal(path: Path, runs: Set[str]) -> bool:
+    """Give a file that was copied without its end a footer; false where it lacks one of `runs`, or has none.
+
+    DamagedError names what is not as it was written, OSError if the disk refuses.
+    """
+    found = list(whole_runs(path))
+    if not found or runs - {run.facts.run_id for run in found}:
+        return False
+    for run in found:
+        if bad := run.damage():
+            raise DamagedError(f"{', '.join(bad)} of run {run.facts.run_id} is not what was written")
+    rewrite(path, found[0].batches[0].schema, [batch for run in found for batch in run.batches], path.parent)
+    return True
 
 
 def read_all(path: Path) -> None:

@@ -28,6 +28,7 @@ class Commits:
     def __init__(self, root: Path, report: Report, wake: Callable[[], None]) -> None:
         self._root, self._report, self._wake = root, report, wake
         self.runs = set[RunName]()  # whole ones that are not durable yet
+        self._owners = set[Path]()  # directories whose names are durable
         self._written: _Group = {}
         self._group: _Group = {}
         self._done: Future[dict[Segment, OSError]] | None = None  # the files that could not be made durable
@@ -95,9 +96,11 @@ class Commits:
 
     def _make_durable(self, group: _Group) -> dict[Segment, OSError]:
         owners = {(self._root / segment.session.folder).parent for segment in group if not segment.is_named}
-        above = [self._threads.submit(_sync_folder, path) for path in {self._root, *owners} if owners]
+        roots = [self._root] if owners - self._owners else []
+        above = [self._threads.submit(_sync_folder, path) for path in (*roots, *owners)]
         syncs = {segment: self._threads.submit(segment.sync) for segment in group}
         lost = next((error for one in above if (error := one.exception())), None)
+        self._owners |= set() if lost else owners
         failed = dict[Segment, OSError]()
         for segment, sync in syncs.items():
             error = sync.exception() or (None if segment.is_named else lost)

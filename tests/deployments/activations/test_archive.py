@@ -177,3 +177,20 @@ def test_an_application_with_another_archive_than_the_running_store_is_refused(o
     with pytest.raises(ValueError, match="AWS_ACCESS_KEY_ID"):
         ActivationStore(str(tmp_path / "other"), "s3://key:s3cret@bucket/store")
     assert not (tmp_path / "other").exists()
+
+
+def test_files_that_are_put_back_before_their_objects_are_removed_keep_them(open_archived, bucket):
+    store = open_archived()
+    store.record("r")
+    store.archived("r")
+    [file] = on_disk(store)
+    data = file.read_bytes()
+    bucket.server.fails = lambda method, path: method in ("DELETE", "POST")
+    store.delete("session")
+    file.parent.mkdir()
+    file.write_bytes(data)
+    store.store._index.look()
+    store.archived("r")
+    bucket.server.fails = lambda method, path: False
+    until(lambda: not store.store._index.select("SELECT path FROM removals"))
+    assert bucket.objects() == [file.name]
