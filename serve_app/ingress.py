@@ -13,7 +13,7 @@ from ray.serve.context import _get_global_client  # the only way to find the pro
 from ray.serve.handle import DeploymentHandle
 
 from deployments.activations.actors.reader import connect_reader
-from deployments.activations.actors.store import check_code, connect
+from deployments.activations.actors.store import connect
 from deployments.activations.limits import Retention
 from deployments.exposure import check_http, check_ray, make_private
 from deployments.options import Options
@@ -56,7 +56,6 @@ class Ingress:
         """Called by Serve in the replica; fails if the activation store cannot use its directory."""
         make_private(RAY_TOKEN)
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
-        await check_code(self._options.activations_dir, self._store)
         await self._store.check_archive.remote(self._options.archive or "")
         application = serve.get_replica_context().app_name
         await self._store.retain.remote(limits, application=application)

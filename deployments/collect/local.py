@@ -121,7 +121,7 @@ class EngineActor:
         self._reader = connect_reader(options.activations_dir, options.archive)
         self._replica = ModelReplica.func_or_class(options)  # type: ignore[attr-defined]  # the class: there is no Serve
         # The reader reads the index that the store makes when it starts.
-        ray.get(connect(options.activations_dir, options.archive, options.archive_cache_bytes).code.remote())
+        ray.get(connect(options.activations_dir, options.archive, options.archive_cache_bytes).ready.remote())
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="collect", daemon=True).start()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import logging
 import os
 import time
@@ -18,7 +17,7 @@ import ray
 
 from deployments.accounts import OPERATOR, Account
 from deployments.activations.facts import SessionName, StoreError
-from deployments.activations.limits import Retention
+from deployments.activations.limits import Retention, read_limits, write_limits
 from deployments.activations.nodes.receiving import RunReceiver, awaited, end_process
 from deployments.activations.nodes.sharing import node_writers, placed_marker, sees
 from deployments.clusters import ON_HEAD, STORE, detached
@@ -61,11 +60,10 @@ class ActivationStore(RunReceiver):
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.archive.uploader import Uploader
         from deployments.activations.files.buckets import bucket
+        from deployments.activations.files.disk import DiskCheck
         from deployments.activations.index.database import index_path
         from deployments.activations.index.index import Index
         from deployments.activations.writer.recovery import open_directory, recover
-        from deployments.activations.writer.room import DiskCheck
-        from deployments.activations.writer.small_files import read_limits
         from deployments.activations.writer.writer import Writer
         from deployments.client_data.profiles import StoredProfiles
         from deployments.client_data.readouts import ReadoutFiles
@@ -74,14 +72,13 @@ class ActivationStore(RunReceiver):
 
         restrict(Path(root))
         self._asked, self._root, self._archive = root, Path(root).resolve(), archive
-        self._code = code_version()
         target = bucket(archive) if archive else None
         self._lock = open_directory(self._root)
         recover(self._root, Index.sealed_files(self._root))
         self._index = Index.open(self._root, archive, index_path(self._root))
-        limits, self._limits_of = read_limits(self._root)  # the latter by application
+        self._limits_of = dict[str, Retention]()  # by application
         self._writer = Writer(self._root, self._index, on_failure=end_process)
-        self._writer.retain(limits)
+        self._writer.retain(read_limits(self._root))
         self._uploader = Uploader(self._root, self._index, target, archive_cache_bytes) if target else None
         self._room = DiskCheck(self._root)
         self._client_data: dict[str, Any] = {"tensors": TensorFiles(self._root), "readouts": ReadoutFiles(self._root)}
@@ -89,10 +86,6 @@ class ActivationStore(RunReceiver):
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
         self._held, self._marker = contextlib.ExitStack(), ""
         self._apart = set[str]()  # nodes that do not share the directory
-
-    async def code(self) -> str:
-        """The version of the code that the store runs, which may be older than the caller's."""
-        return self._code
 
     async def check_archive(self, archive: str) -> None:
         """Raise StoreError unless the store archives to this bucket, a URI or empty for none."""
@@ -117,7 +110,7 @@ class ActivationStore(RunReceiver):
             return False
 
         def change() -> bool:
-            from deployments.activations.writer.small_files import set_pin
+            from deployments.activations.files.disk import set_pin
 
             if not self._index.files(session):  # it was deleted meanwhile
                 return False
@@ -201,8 +194,6 @@ class ActivationStore(RunReceiver):
         Limits delete everybody's sessions: so StoreError if another application that runs has set others.
         `application` None sets them in any case.
         """
-        from deployments.activations.writer.small_files import write_limits
-
         if application is not None:
             others = self._limits_of.keys() - {application}
             for name in others - await asyncio.to_thread(_running, frozenset(others)):
@@ -216,7 +207,7 @@ class ActivationStore(RunReceiver):
                     )
             self._limits_of[application] = retention
         deleted: asyncio.Future[list[SessionName]] = asyncio.wrap_future(self._writer.retain(retention, now))
-        await asyncio.to_thread(write_limits, self._root, retention, self._limits_of)
+        await asyncio.to_thread(write_limits, self._root, retention)
         return await deleted
 
     # ---- clients' files and profiles
@@ -252,19 +243,3 @@ def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64
     # Admission is the replicas' business: the store's own limit only stands above it.
     made = detached(ActivationStore, STORE + root, max_concurrency=10_000, resources=ON_HEAD)
     return made.remote(root, archive or "", archive_cache_bytes)
-
-
-@functools.cache
-def code_version() -> str:
-    """What tells the code of this package, as it was when it was first asked, from another version's."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-async def check_code(root: str, store: Any) -> None:
-    """Warn of a store that runs other code than this process, as after an update."""
-    if await store.code.remote() != code_version():
-        advice = "restart Ray when no request is recording (stored runs stay)"
-        logger.warning("the activation store at %s runs another version's code: %s", root, advice)

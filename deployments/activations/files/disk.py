@@ -1,4 +1,4 @@
-"""Directories and files on a store's disk: listing, locking, and atomic writes of small files.
+"""Directories and files on a store's disk: listing, locking, atomic writes of small files, and whether there is room.
 
 A file that is being written has an exclusive `flock`, which holds on all machines of a shared file system. A store that
 starts can so tell it from one that a crash left. The kernel releases the lock when the process ends.
@@ -6,21 +6,27 @@ starts can so tell it from one that a crash left. The kernel releases the lock w
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import secrets
+import tempfile
+import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from deployments.activations.facts import SessionName, names_a_session
+from deployments.activations.facts import SessionName, explained, names_a_session
 
 # Prefixes of names that are being added or removed. No session id starts with '.'.
 NEW = ".new-"  # a file that gets its name once it is whole
 DELETED = ".deleted-"  # a session's directory
 PIN = ".pinned"  # in a session's directory
+_EVERY_S = 1.0  # a disk is tried so often at most, however many ask
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +108,18 @@ def write(root: Path, folder: str, name: str, data: bytes) -> float:
     return modified
 
 
+def set_pin(root: Path, session: SessionName, pinned: bool) -> None:
+    """Pin a session that has a run, or take its pin away; durable when it returns. StoreError if the disk refuses."""
+    with explained(root):
+        if pinned:
+            (root / session.folder).parent.mkdir(exist_ok=True)  # the bucket alone may have its files
+            write(root, session.folder, PIN, b"")
+            return
+        with contextlib.suppress(FileNotFoundError), directory(root / session.folder) as folder:
+            os.unlink(PIN, dir_fd=folder)
+            os.fsync(folder)
+
+
 class SessionFile(NamedTuple):
     """A file of a session: its length in bytes, and when it last changed in Unix nanoseconds."""
 
@@ -157,3 +175,34 @@ def scan(
 
 def _is_folder(item: os.DirEntry[str]) -> bool:
     return item.is_dir(follow_symlinks=False)
+
+
+class DiskCheck:
+    """Tries the disk of a store's directory, absolute and no link."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries it at a time, however long it takes
+        self._tried = -_EVERY_S
+        self._failed: OSError | None = None
+
+    async def check(self, size: int) -> None:
+        """Raise StoreError if so many bytes cannot be written now; the message has the reason and what to do."""
+        with explained(self._root):
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._check, size)
+
+    def _check(self, size: int) -> None:
+        if time.monotonic() - self._tried >= _EVERY_S:
+            self._failed = None
+            try:
+                with tempfile.TemporaryFile(dir=self._root, prefix=NEW, buffering=0) as file:
+                    file.write(b"\0")
+                    os.fsync(file.fileno())
+            except OSError as error:
+                self._failed = error
+            self._tried = time.monotonic()
+        if self._failed:
+            raise self._failed.with_traceback(None)
+        disk = os.statvfs(self._root)
+        if size > (free := disk.f_bavail * disk.f_frsize):
+            raise OSError(errno.ENOSPC, f"{free} bytes are free, and up to {size} may be recorded")

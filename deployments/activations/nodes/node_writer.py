@@ -38,9 +38,6 @@ class NodeWriter(RunReceiver):
         self._limited = True  # whether the store has quotas, as far as is known
         self._missed = False  # whether the store may not know all runs
 
-    async def ready(self) -> None:
-        """Return once it can be used."""
-
     async def check_room(self, session: SessionName, size: int) -> None:
         """As `ActivationStore.check_room`."""
         await awaited(self._store.check_room.remote(session, size))

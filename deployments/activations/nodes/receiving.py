@@ -23,6 +23,9 @@ class RunReceiver:
 
     _writer: Writer
 
+    async def ready(self) -> None:
+        """Return once it can be used."""
+
     async def append(self, session: SessionName, run_id: str, part: int, batches: list[Any], most: int = 0) -> None:
         """Take more of a run that is not finished, as `Writer.append`; not durable yet when it answers."""
         found = await _fetch(run_id, batches)

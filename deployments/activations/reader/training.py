@@ -24,7 +24,7 @@ class ActivationRows(IterableDataset[RowBatch]):
     Shuffled, pieces of consecutive rows (256 KiB) come in random order out of all files and make up windows of
     `window_bytes`, whole batches and at least one. The rows of a window are permuted, and batches cut from them. The
     order follows from the seed, the epoch, and how many workers and ranks there are. Not shuffled, it is that of the
-    files, of which each worker has a share. Memory holds a batch and, shuffled, a window in each worker.
+    files, of which each worker has a share. Memory holds a batch; a window is read into the system's cache.
 
     `source`, `points`, `session`, `runs` and `tokens` are as for `index_rows`, as are errors. A batch has `batch_size`
     rows, the last one of each worker perhaps fewer; `drop_last` leaves such out, and all ranks have as many: none,
@@ -108,11 +108,10 @@ class ActivationRows(IterableDataset[RowBatch]):
         order = np.append(generator.permutation(whole), whole)  # the last piece has fewer rows
         shift = generator.integers(self.rows)  # so that these are other ones in each epoch
         within = np.random.default_rng([self._seed, epoch, share + 1])
-        room = reader.room(min(self._window, end - first))
         for row in range(first, end, self._window):
             place = np.arange(row, min(end, row + self._window))
             numbers = (order[place // piece] * piece + place % piece + shift) % self.rows
-            window = reader.take(np.sort(numbers), room)
-            drawn = torch.from_numpy(within.permutation(len(numbers)))
+            reader.read_ahead(np.sort(numbers))
+            drawn = within.permutation(numbers)
             for batch in range(0, len(drawn), self._batch_size):
-                yield window.select(drawn[batch : batch + self._batch_size])
+                yield reader.take(drawn[batch : batch + self._batch_size])

@@ -11,7 +11,7 @@ import torch
 
 from deployments.activations import load
 from deployments.activations.facts import StoreError
-from deployments.activations.writer.room import DiskCheck
+from deployments.activations.files.disk import DiskCheck
 
 POINT = "layers.0.output"
 BYTES = 2 << 20
@@ -32,7 +32,7 @@ def disk(tmp_path, tmp_path_factory):
 
 @pytest.fixture
 def room(disk, tmp_path, monkeypatch):
-    monkeypatch.setattr("deployments.activations.writer.room._EVERY_S", 0.0)
+    monkeypatch.setattr("deployments.activations.files.disk._EVERY_S", 0.0)
     room = DiskCheck(tmp_path)
     return lambda size: asyncio.run(room.check(size))
 

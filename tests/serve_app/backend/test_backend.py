@@ -137,7 +137,7 @@ def test_a_store_that_does_not_answer_means_503(empty_store, monkeypatch):
         return [(answer.status, answer.code) for answer in answers if isinstance(answer, ApiError)]
 
     there = [(404, "session_not_found")] * 2 + [(404, "tensor_not_found")] * 2
-    ray.get(store.code.remote())  # once it has started
+    ray.get(store.ready.remote())  # once it has started
     with stopped(store):  # the reader needs only its index
         assert asyncio.run(ask()) == there[:1] + [(503, "unavailable")] * 4
     monkeypatch.undo()  # it may take longer to go on
