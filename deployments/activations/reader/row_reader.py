@@ -83,4 +83,4 @@ def _map(path: Path, least: int) -> memoryview:
     size = path.stat().st_size
     if size < least:
         raise ValueError(f"{path} is shorter than when it was indexed: index the store again")
-    return memoryview(torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy())
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy().data
