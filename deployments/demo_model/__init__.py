@@ -7,3 +7,5 @@ from pathlib import Path
 
 WEIGHTS = Path(__file__).parent / "weights"
 PROBLEMS = Path(__file__).parent / "demo.jsonl"
+INSTRUCTION = "\n\nSolve it step by step. End with #### and the answer."
+"""What the evaluator appends to every question, as half of the training questions had it."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from deployments.demo_model.dialogues import INSTRUCTION
+from deployments.demo_model import INSTRUCTION
 from evals.config import CONTROL, EvalError
 
 VARIANTS = Path(__file__).parents[1] / "variants.yaml"

@@ -14,8 +14,8 @@ from inspect_ai.tool import Tool, tool
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
+from deployments.demo_model import INSTRUCTION  # noqa: E402
 from deployments.demo_model.calculator import CalculatorError, calculate  # noqa: E402
-from deployments.demo_model.dialogues import INSTRUCTION  # noqa: E402
 
 PROBLEMS = [json.loads(line) for line in (ROOT / "deployments/demo_model/demo.jsonl").read_text().splitlines()[:20]]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fake_openai import FakeServer
 
-from deployments.demo_model.dialogues import INSTRUCTION
+from deployments.demo_model import INSTRUCTION
 from evals.config import EvalError
 from evals.gsm8k.__main__ import main
 from evals.gsm8k.options import parse_args

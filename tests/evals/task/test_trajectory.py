@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fake_openai import FakeServer
 
-from deployments.demo_model.dialogues import INSTRUCTION
+from deployments.demo_model import INSTRUCTION
 from evals.config import Config, EvalError, Mode
 from evals.gsm8k.checks import check
 from evals.gsm8k.options import parse_args
