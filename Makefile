@@ -9,7 +9,7 @@ LOCKED := $(PIP) --require-hashes
 # Each of many processes would compile torch and Ray again: their first import takes 26 s then, and 10 s otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-index bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page clean
+.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-collecting bench-writing bench-reading clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -60,38 +60,25 @@ lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
 	$(BIN)/python locks/lock.py
 
-bench: bench-engine bench-serving bench-index bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page  ## all benchmarks but bench-gpu, one after another
+bench: bench-engine bench-serving bench-collecting bench-writing bench-reading  ## all benchmarks but bench-gpu, one after another
 
-bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight, readouts
+bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.readouts
 
 bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transformers, and speed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.gpu
 
-bench-serving: $(VENV)/.ready-dev  ## the cost of HTTP, and transformers serve
+bench-serving: $(VENV)/.ready-dev  ## the cost of HTTP, beside transformers serve and vLLM (which it installs: 3.4 GB)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving
-
-bench-index: $(VENV)/.ready-dev  ## finding stored runs, 100,000 of them
-	$(BIN)/python -m benchmarks.activations.index
-
-bench-reading: $(VENV)/.ready-dev  ## training batches compared with a plain memory map
-	$(BIN)/python -m benchmarks.activations.reading
-
-bench-writing: $(VENV)/.ready-dev  ## the activation store's writer compared with the raw disk
-	$(BIN)/python -m benchmarks.activations.writing
-
-bench-evaluating: $(VENV)/.ready-dev  ## the evaluator beside the load generator
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.evaluating
 
 bench-collecting: $(VENV)/.ready-dev  ## ways to collect activations compared with a script and the engine alone
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.activations.collecting
 
-bench-experiments: $(VENV)/.ready-dev  ## patch grids and sweeps by the client compared with the engine
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving.experiments
+bench-writing: $(VENV)/.ready-dev  ## the activation store's writer compared with the raw disk
+	$(BIN)/python -m benchmarks.activations.writing
 
-bench-page: $(VENV)/.ready-dev  ## the page in a browser: its first view, and scrolling
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.page
+bench-reading: $(VENV)/.ready-dev  ## training batches compared with a plain memory map
+	$(BIN)/python -m benchmarks.activations.reading
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'

@@ -236,4 +236,4 @@ for name in sys.argv[1:]:
 def test_only_probes_need_scikit_learn():
     """It comes with the extra `probes`, and whoever serves or evaluates does not have it."""
     needing = {name for name in MODULES if packages(name) & {"scipy", "sklearn"}}
-    assert all(name.startswith(("evals.probes", "benchmarks")) for name in needing), needing
+    assert all(name.startswith("evals.probes") for name in needing), needing

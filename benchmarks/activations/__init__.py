@@ -1,1 +1,1 @@
-"""Benchmarks of the activation store: writing, reading, its index, and collecting."""
+"""Benchmarks of recorded activations: collecting them, and writing and reading the store."""

@@ -1,4 +1,1 @@
-"""Shared parts of benchmarks: child processes, servers, load, measuring in turn, tables and pictures.
-
-The other packages are the benchmarks.
-"""
+"""What the benchmarks share: timing in turn, tables and results, models and prompts, servers and their load."""

@@ -1,6 +1,4 @@
-"""The load generator: sends all requests at once from its own process, and records the time of every read.
-
-    python -m benchmarks.common.load < job.json > result.json
+"""The load generator: sends all requests at once from a process of its own, `python -m benchmarks.common.load`.
 
 It parses nothing while requests run, so that a server on the same cores loses as little time as possible.
 """
@@ -9,83 +7,44 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to send.
+def sent(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[float, list[str]]:
+    """Post bodies as JSON; gives the seconds from the first request's start to the last answer's end, and the answers.
 
-    Attributes:
-        url: Where each body is posted.
-        bodies: JSON objects.
-        at_once: How many requests are on their way at any time.
-        key: The API key; servers without keys read none.
+    Raises:
+        RuntimeError: One of them was not answered with 200.
     """
-
-    url: str
-    bodies: list[dict[str, Any]]
-    at_once: int
-    key: str
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One request and its answer.
-
-    Attributes:
-        sent: Seconds after the first request was sent.
-        status: HTTP's.
-        reads: [reads] seconds after the first request, and what was read then.
-    """
-
-    sent: float
-    status: int
-    reads: list[tuple[float, str]]
-
-    @property
-    def end(self) -> float:
-        """Seconds after the first request at which the last byte came."""
-        return self.reads[-1][0] if self.reads else self.sent
-
-    @property
-    def body(self) -> str:
-        """The whole answer."""
-        return "".join(text for _, text in self.reads)
+    command, job = [sys.executable, "-m", "benchmarks.common.load"], json.dumps([url, bodies])
+    done = subprocess.run(command, input=job, stdout=subprocess.PIPE, text=True, check=True)
+    seconds, answers = json.loads(done.stdout)
+    for status, text in answers:
+        if status != 200:
+            raise RuntimeError(f"a request was answered with {status}: {text[:500]}")
+    return seconds, [text for _, text in answers]
 
 
-async def _post(session: aiohttp.ClientSession, url: str, body: bytes, began: float) -> Exchange:
-    sent = time.perf_counter() - began
-    reads: list[tuple[float, bytes]] = []
-    async with session.post(url, data=body) as answer:
-        async for data in answer.content.iter_any():
-            reads.append((time.perf_counter() - began, data))
-        # A character may be cut between two reads; each byte stands for itself until all are there.
-        return Exchange(sent, answer.status, [(at, data.decode("latin-1")) for at, data in reads])
+async def _send(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[float, list[tuple[int, str]]]:
+    encoded = [json.dumps(body).encode() for body in bodies]
+    unlimited, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    headers = {"content-type": "application/json"}
+    async with aiohttp.ClientSession(timeout=unlimited, connector=connector, headers=headers) as session:
 
+        async def one(body: bytes) -> tuple[int, str]:
+            async with session.post(url, data=body) as answer:
+                return answer.status, await answer.text()
 
-async def send(job: Job) -> list[Exchange]:
-    """Send everything, `at_once` requests at a time, and give the answers in order."""
-    bodies = [json.dumps(body).encode() for body in job.bodies]
-    turns = asyncio.Semaphore(job.at_once)
-    limits, headers = aiohttp.ClientTimeout(total=None), {"content-type": "application/json"}
-    headers["authorization"] = f"Bearer {job.key}"
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=limits, headers=headers) as session:
         began = time.perf_counter()
-
-        async def one(body: bytes) -> Exchange:
-            async with turns:
-                return await _post(session, job.url, body, began)
-
-        return list(await asyncio.gather(*(one(body) for body in bodies)))
+        answers = await asyncio.gather(*map(one, encoded))
+        return time.perf_counter() - began, answers
 
 
 if __name__ == "__main__":
-    exchanges = asyncio.run(send(Job(**json.load(sys.stdin))))
-    json.dump([asdict(exchange) for exchange in exchanges], sys.stdout)
+    json.dump(asyncio.run(_send(*json.load(sys.stdin))), sys.stdout)

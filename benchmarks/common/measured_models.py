@@ -18,10 +18,6 @@ FIELDS = (
 SIZES = {
     "tiny": (2048, 32, 2, 4, 2, 8, 64),
     "random-40m": (4096, 512, 12, 8, 4, 64, 1536),
-    # As much is recorded of it as of Qwen3-0.6B, in a fraction of the time.
-    "thin-28x1024": (2048, 1024, 28, 4, 2, 64, 512),
-    # Qwen3-0.6B's shape; on a CPU its vocabulary of 151,936 would take most of a step.
-    "qwen3-0.6b-small-vocabulary": (4096, 1024, 28, 16, 8, 128, 3072),
     "qwen3-0.6b": (151936, 1024, 28, 16, 8, 128, 3072),
     "qwen3-8b": (151936, 4096, 36, 32, 8, 128, 12288),
 }

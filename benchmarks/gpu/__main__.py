@@ -7,6 +7,7 @@ section failed or its check did.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -15,7 +16,6 @@ from typing import Any
 
 from benchmarks.gpu.case import Plan
 from benchmarks.gpu.sections import SECTIONS, apart
-from benchmarks.gpu.speeds import VARIANTS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,7 +25,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=sizes, action="append", help="again for more than one; both Qwen3 shapes")
     parser.add_argument("--device", help="cuda unless the size is tiny")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="a section; again for more than one")
-    parser.add_argument("--variant", choices=VARIANTS, action="append", help="a variant to compare; all of them")
     parser.add_argument("--deadline", type=float, default=420, help="seconds for all of it")
     parser.add_argument("--json", type=Path, help="where the findings go, beside those of other sections there")
     options = parser.parse_args(arguments)
@@ -35,12 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json and options.json.exists():
         found = json.loads(options.json.read_text())
     ends, bad = time.monotonic() + options.deadline, False
-    for size, name in _order(chosen, options.only or list(SECTIONS)):
+    for name, size in itertools.product(SECTIONS, chosen):
+        if name not in (options.only or SECTIONS) or (not SECTIONS[name].each_size and size != chosen[0]):
+            continue
         left = min(SECTIONS[name].limit_s, ends - time.monotonic())
-        plan = Plan(size, device, tuple(options.variant or VARIANTS))
         title = f"{name}, {size}" if SECTIONS[name].each_size else name
         began = time.monotonic()
-        outcome = apart(name, plan, left)
+        outcome = apart(name, Plan(size, device), left)
         found["device"] = outcome.pop("device", found["device"])
         bad |= _is_bad(outcome)
         found["sections"][title] = outcome | {"seconds": round(time.monotonic() - began, 1)}
@@ -48,13 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             options.json.write_text(json.dumps(found))
     return int(bad)
-
-
-def _order(sizes: list[str], names: list[str]) -> list[tuple[str, str]]:
-    """The sections that run once, those of each size, and `batching`, which decides least."""
-    once = [(sizes[0], name) for name in SECTIONS if not SECTIONS[name].each_size]
-    each = [(size, name) for size in sizes for name in SECTIONS if SECTIONS[name].each_size and name != "batching"]
-    return [one for one in (*once, *each, *((size, "batching") for size in sizes)) if one[1] in names]
 
 
 def _is_bad(outcome: dict[str, Any]) -> bool:

@@ -14,9 +14,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks import ways
 from benchmarks.common import measured_models
-from benchmarks.common.measuring import synchronize
-from benchmarks.common.work import Work
+from benchmarks.common.harness import synchronize
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
 from deployments.engine.request import Finished, Request
@@ -37,12 +37,10 @@ class Plan:
     Attributes:
         size: The model's shape.
         device: Where it runs.
-        variants: The variants to compare.
     """
 
     size: str
     device: str
-    variants: tuple[str, ...] = ()
 
     @property
     def tiny(self) -> bool:
@@ -167,16 +165,10 @@ class Case:
         synchronize(self.device)
         return time.perf_counter() - began
 
-    @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> float:
         """Seconds in which transformers' `generate` gives new tokens to prompts padded on the left."""
-        work = Work([list(prompt) for prompt in prompts], new, self.device)
-        ids, mask = work.padded()
-        synchronize(self.device)
-        began = time.perf_counter()
-        self.hf.generate(ids, attention_mask=mask, generation_config=work.settings())
-        synchronize(self.device)
-        return time.perf_counter() - began
+        work = ways.Work([list(prompt) for prompt in prompts], new, self.device)
+        return ways.static_generate(self.hf, work, "generate").run().seconds
 
     def steering(self, seed: int = 0) -> Edit:
         """A random vector, half as long as a layer's output at first, added in the middle."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import inspect
 import os
 import re
 import statistics
@@ -17,13 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import measured_models
-from benchmarks.common.children import ROOT
-from benchmarks.common.measuring import synchronize
+from benchmarks.common.harness import ROOT, synchronize
 from benchmarks.gpu.case import Found, Plan
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pydantic", "triton", "nvidia-cudnn-cu13")
-# Functions whose arguments decide what the engine can use.
-SIGNATURES = ("torch.nn.attention.varlen.varlen_attn", "torch.nn.functional.rms_norm", "triton.compile")
 TESTS = [f"tests/deployments/{name}" for name in ("engine", "model", "places")]
 
 
@@ -50,10 +45,10 @@ def bandwidth(device: str) -> float:
 
 
 def machine(plan: Plan) -> Found:
-    """Versions, signatures, copies, launches and matrix products."""
+    """Versions, copies, launches and matrix products."""
     cuda, device = torch.device(plan.device).type == "cuda", plan.device
-    yield "versions", {name: _version(name) for name in PACKAGES} | {"cuda": torch.version.cuda}
-    yield "signatures", {name: _signature(name) for name in SIGNATURES}
+    versions = {one.name: one.version for one in importlib.metadata.distributions() if one.name in PACKAGES}
+    yield "versions", versions | {"cuda": torch.version.cuda}
     rates = {"on the device": bandwidth(device)}
     size = 2**28 if cuda else 2**20
     on_device = torch.randint(255, (size,), dtype=torch.uint8, device=device)
@@ -63,17 +58,13 @@ def machine(plan: Plan) -> Found:
         rates |= {f"{name}, up": size / seconds(up, device, 2), f"{name}, down": size / seconds(down, device, 2)}
     yield "copy, bytes/s", rates
     one = torch.ones(64, device=device)
-    times = {
-        "launch": 1e6 * seconds(lambda: one.add_(1), device, 1000),
-        "launch and wait": 1e6 * seconds(lambda: one.sum().item(), device, 100),
-    }
-    if cuda:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(1000):
-                one.add_(1)
-        times["launch in a graph"] = 1e3 * seconds(graph.replay, device, 1)
-    yield "microseconds", times
+    yield (
+        "microseconds",
+        {
+            "launch": 1e6 * seconds(lambda: one.add_(1), device, 1000),
+            "launch and wait": 1e6 * seconds(lambda: one.sum().item(), device, 100),
+        },
+    )
     yield from _products(plan)
 
 
@@ -118,18 +109,3 @@ def tests(plan: Plan) -> Found:
         (line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), done.stderr[-500:]
     )
     yield "engine's tests", {"summary": summary, "failed": failed, "ok": done.returncode == 0}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _signature(name: str) -> str | None:
-    module, _, function = name.rpartition(".")
-    try:
-        return str(inspect.signature(getattr(importlib.import_module(module), function)))
-    except (ImportError, AttributeError):
-        return None

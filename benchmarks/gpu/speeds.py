@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -11,15 +11,12 @@ from unittest.mock import patch
 
 import torch
 from torch.nn import functional
-from transformers import ContinuousBatchingConfig
 
-from benchmarks.common.measuring import timed
-from benchmarks.common.work import Work
 from benchmarks.gpu.case import SERVED_CAPTURE_BYTES, Case, Found, Plan
 from benchmarks.gpu.machine import bandwidth
-from deployments.engine.engine import Engine
+from benchmarks.ways import Work, generate_batch
 from deployments.engine.request import Sampling
-from deployments.model import attention, model, tables
+from deployments.model import attention, tables
 from deployments.model.switch import Switch
 
 SAMPLED: dict[str, Any] = {"sampling": Sampling(temperature=0.8, top_p=0.9, seed=0), "logprobs": 5}
@@ -113,24 +110,14 @@ def ways(plan: Plan) -> Found:
 def batching(plan: Plan) -> Found:
     """Whole requests, prompts included: the engine beside transformers' continuous batching."""
     case, new = Case(plan), 3 * plan.steps
-    blocks = 64 if plan.tiny else None  # by default most of the memory
-    config = ContinuousBatchingConfig(allow_block_sharing=False, num_blocks=blocks)
-    greedy = Work([], new, plan.device).settings()
-    greedy.eos_token_id = -1  # its way of saying that there is none
     for rows in plan.rows:
         for context, lengths in plan.contexts.items():
             requests = case.requests(rows, lengths, new)
-            prompts = [list(request.prompt) for request in requests]
-
-            def batched(prompts: list[list[int]] = prompts) -> list[list[int]]:
-                out = case.hf.generate_batch(
-                    inputs=prompts, generation_config=greedy, continuous_batching_config=config
-                )
-                return [list(one.generated_tokens) for one in out.values()]
-
+            work = Work([list(request.prompt) for request in requests], new, plan.device)
+            batched = generate_batch(case.hf, work, "generate_batch", persistent=False)
             ours = min(case.total(requests) for _ in range(2))
             case.release()
-            theirs = min(timed(batched, plan.device).seconds for _ in range(2))
+            theirs = min(batched.run().seconds for _ in range(2))
             yield (
                 f"{rows} x {context}",
                 {
@@ -153,38 +140,11 @@ def _repeated(query: Any, keys: Any, values: Any, mask: Any, softmax: Any) -> to
     )
 
 
-def _counting_memory(self: Engine) -> None:
-    self._note_memory()
-    _note(self)
-
-
-@contextmanager
-def _cudnn() -> Iterator[None]:
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-@contextmanager
-def _pageable() -> Iterator[None]:
-    def each(arrays: Any, device: torch.device) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).to(device) for array in arrays]
-
-    with patch.object(tables, "uploaded", each), patch.object(model, "uploaded", each):
-        yield
-
-
-_note = Engine._note
 VARIANTS: dict[str, Callable[[], Any]] = {
-    "cudnn": _cudnn,
     "tables-per-layer": lambda: patch.object(attention, "tables_of", tables.Tables),
     "repeated-heads": lambda: patch.object(attention, "_products", _repeated),
     "one-prompt-a-call": lambda: patch.object(attention, "_fits_flash", lambda *_: False),
     "own-norms": lambda: patch.object(Switch, "turned_on", lambda _: nullcontext()),
-    "pageable-uploads": _pageable,
-    "memory-each-step": lambda: patch.object(Engine, "_note", _counting_memory),
 }
 
 
@@ -197,7 +157,7 @@ def variants(plan: Plan) -> Found:
     vars(attention)["attention_kernel"] = lambda _: None
     rows, lengths = plan.rows[1], plan.contexts["mixed"]
     count, length = plan.prompts[1]
-    for name in ("as it is", *plan.variants, "as it is, again"):
+    for name in ("as it is", *VARIANTS, "as it is, again"):
         with VARIANTS[name]() if name in VARIANTS else patch.dict({}):
             new, prompts = case.new_tokens(rows, lengths), case.requests(count, (length, length), 1)
             case.total(prompts)  # for nothing: libraries compile and choose at first

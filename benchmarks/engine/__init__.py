@@ -1,1 +1,0 @@
-"""Benchmarks of the engine in one process, without a server: speed, memory and readouts."""

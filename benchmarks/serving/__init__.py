@@ -1,1 +1,0 @@
-"""Benchmarks of a server over HTTP: its speed, and the client's experiments."""
