@@ -99,7 +99,7 @@ class Preparation:
         return choices
 
     async def check(self, job: Job) -> None:
-        """Reject a job without prompts whose captures or interventions do not fit the model.
+        """Reject a job without prompts whose captures, interventions, readouts or lens do not fit the model.
 
         Raises:
             RequestError: They do not fit.
@@ -107,8 +107,11 @@ class Preparation:
         with self.lending(job.id):
             fetched = await self._stored_tensors.fetch(job)
             used = UsedReadouts.of(self._model.points, await self._readouts.fetch(job), job.readouts)
+            if job.stop_when:
+                used.stop(job.stop_when, prompt=1)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pool, self._edit_resolver, job.all_changes, fetched, used)
+        self._lens_resolver.of(job.logit_lens)
         if job.capture:
             self._model.points.resolve(job.capture)
 

@@ -1,4 +1,4 @@
-"""Clients' tensor files, readouts and profiles, which the activation store holds."""
+"""Clients' tensor files, readouts and presets, which the activation store holds."""
 
 from __future__ import annotations
 

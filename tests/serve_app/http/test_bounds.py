@@ -399,7 +399,7 @@ def test_every_list_object_and_text_of_every_body_and_query_is_bounded():
             found += unbounded(schema, name)
             bodies_ |= references(schema)
         seen |= names
-    assert {"ChatRequest", "Capture", "JsonSchema", "LoadRequest", "DetokenizeRequest", "ProfileBody"} <= seen
+    assert {"ChatRequest", "Capture", "JsonSchema", "LoadRequest", "DetokenizeRequest", "PresetBody"} <= seen
     assert found == []
 
 
