@@ -16,7 +16,7 @@ from deployments.messages import Refusal
 from deployments.points.capture import Capture
 from deployments.points.interventions import Intervention
 from deployments.points.logit_lens import LogitLens
-from deployments.points.readouts import AskedReadout, Condition
+from deployments.readouts.spec import AskedReadout, Condition
 
 _INTERVENTION = re.compile(r"interventions\[(\d+)\]")
 

@@ -20,13 +20,14 @@ from benchmarks.common import measured_models
 from benchmarks.common.sides import Side, ratio
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
-from deployments.engine.gates import Gate, Source, ThresholdCheck
-from deployments.engine.request import Request, ResolvedReadout
+from deployments.engine.request import Request
 from deployments.model.load import load
 from deployments.model.model import Model
-from deployments.points.readouts import ReadoutSpec, Threshold
 from deployments.points.token_choices import Tokens
-from deployments.readouts.checks import Definition
+from deployments.readouts.files import Definition
+from deployments.readouts.gates import Gate, Source
+from deployments.readouts.sequence import ResolvedReadout
+from deployments.readouts.spec import Condition, ReadoutSpec
 from deployments.readouts.values import Readout, largest
 
 FEATURES, TOP_K, PROMPT = 16384, 10, 48
@@ -87,10 +88,10 @@ class Cases:
 
     def steered(self, gated: bool) -> list[Request]:
         """The requests with a steering vector of zeros, so that tokens stay the same, with a gate or without."""
-        when = Threshold(readout="r0", above=0.5)
+        when = Condition(readout="r0", above=0.5)
 
         def edit() -> Edit:
-            gate = Gate(when, lambda spec: ThresholdCheck(self._probe, 0, spec, Tokens())) if gated else None
+            gate = Gate(self._probe, 0, when, Tokens()) if gated else None
             return Edit(self._point, "add", vector=self._vector, gate=gate)
 
         return [dataclasses.replace(one, edits=(edit(),)) for one in self.made()]

@@ -205,7 +205,7 @@ class ModelReplica:
 
     async def check_readout(self, point: str, hidden: int) -> dict[str, Any] | Refusal:
         """Empty if a readout of `hidden` entries fits a point of the model; otherwise the refusal."""
-        from deployments.interventions.used_readouts import point_of
+        from deployments.readouts.resolver import point_of
 
         try:
             point_of(self._model.points, point, hidden, "spec.point")

@@ -13,7 +13,7 @@ from evals.config import Config, Mode
 from evals.scoring import RULES, Rule, Score, score
 from evals.server.answers import AnswerLate, RequestFailed
 from evals.server.client import PRESET
-from evals.server.readout_client import Readings, readings
+from evals.server.readout_client import ReadoutValues, values_of
 from evals.task import steering
 from evals.task.prompts import Prompts
 from evals.task.text_tools import read_call
@@ -42,7 +42,7 @@ class Turn(BaseModel):
     reasoning_tokens: int = 0  # of the new tokens, where the server counts them
     latency_s: float  # retries included
     preset: str | None = None  # that the server used
-    readouts: Readings | None = None
+    readouts: ReadoutValues | None = None
     activations: dict[str, Any] | None  # activations_meta as the server gave it
 
 
@@ -250,7 +250,7 @@ async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, 
         latency_s=time.perf_counter() - clock,
         activations=answer.get("activations_meta"),
         preset=answer.get(PRESET),
-        readouts=readings(choice),
+        readouts=values_of(choice),
     )
     # Only these go back in the next turn: the server refuses fields it does not know.
     message = {"role": "assistant", "content": choice["message"].get("content")}

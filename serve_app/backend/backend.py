@@ -17,13 +17,12 @@ from deployments.activations.filters import FilePart, Filter
 from deployments.client_code.board import connect as board
 from deployments.job import Job
 from deployments.options import Options
-from serve_app.backend.client_data import Tensors
+from serve_app.backend.client_data import Readouts, Tensors
 from serve_app.backend.code_jobs import CodeJobs
 from serve_app.backend.model_loader import Loader
 from serve_app.backend.model_registry import Models
 from serve_app.backend.preset_registry import Presets
 from serve_app.backend.prometheus import NodeMetrics
-from serve_app.backend.readout_registry import Readouts
 from serve_app.backend.waiting import stored
 from serve_app.http.errors import UNAVAILABLE, ApiError
 from serve_app.http.paging import first_page

@@ -11,7 +11,7 @@ from deployments.activations.facts import check_session_id
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
 from deployments.points.logit_lens import LogitLens
-from deployments.points.readouts import AskedReadouts, When
+from deployments.readouts.spec import AskedReadouts, Condition
 from serve_app.schemas.base import Name, TokenId, WireModel
 from serve_app.schemas.tools import ResponseFormat
 
@@ -50,7 +50,7 @@ class Settings(WireModel):
     interventions: Interventions | None = None
     logit_lens: LogitLens | None = None
     readouts: AskedReadouts | None = None
-    stop_when: When | None = None
+    stop_when: Condition | None = None
     report: bool = False
     session_id: Annotated[str, Field(max_length=128)] | None = None
 

@@ -68,9 +68,9 @@ class ActivationStore(RunReceiver):
         from deployments.activations.writer.small_files import read_limits
         from deployments.activations.writer.writer import Writer
         from deployments.client_data.presets import StoredPresets
-        from deployments.client_data.readouts import ReadoutFiles
         from deployments.client_data.tensors import TensorFiles
         from deployments.permissions import restrict
+        from deployments.readouts.files import ReadoutFiles
 
         restrict(Path(root))
         self._asked, self._root, self._archive = root, Path(root).resolve(), archive

@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from deployments.engine.capture.captured import Captured
-from deployments.engine.request import ReadoutRows, Request
-from deployments.points.readouts import COLUMN
+from deployments.points.token_choices import Tokens
+from deployments.readouts.gates import Source
+from deployments.readouts.spec import COLUMN
+
+
+class ResolvedReadout(NamedTuple):
+    """A readout that a request asks for, found on the server.
+
+    Attributes:
+        source: The readout, and where it reads.
+        tokens: The tokens to compute it for.
+        top_k: For an autoencoder, how many features of each token to return; None for others.
+    """
+
+    source: Source
+    tokens: Tokens
+    top_k: int | None = None
+
+    @property
+    def width(self) -> int:
+        """How many values a row has."""
+        count = self.source.readout.count
+        return min(self.top_k, count) if self.top_k else count
+
+
+@dataclass(frozen=True)
+class ReadoutRows:
+    """Rows of a readout.
+
+    Attributes:
+        index: The readout's index in the request.
+        positions: The tokens' positions in prompt + generated, ascending.
+        values: The values of each row.
+        features: For an autoencoder, the feature indices of the values; None for others.
+    """
+
+    index: int
+    positions: Sequence[int]
+    values: list[list[float]]
+    features: list[list[int]] | None = None
 
 
 class Values(NamedTuple):
@@ -24,20 +62,26 @@ class SequenceReadouts:
     """The values of a sequence's readouts so far.
 
     Attributes:
-        known: For each readout, the first row that was not read yet.
+        asked: The readouts.
+        known: For each of them, the first row that was not read yet.
     """
 
-    def __init__(self, request: Request) -> None:
-        """Initialize with no values."""
-        self._asked, self._prompt = request.readouts, len(request.prompt)
-        self._parts: list[list[tuple[int, Values]]] = [[] for _ in self._asked]  # by first position, ascending
-        self.known = [one.tokens.first for one in self._asked]
-        self._said = [one.tokens.first for one in self._asked]
+    def __init__(self, asked: Sequence[ResolvedReadout], prompt: int) -> None:
+        """Initialize with no values.
+
+        Args:
+            asked: The readouts.
+            prompt: The number of prompt tokens.
+        """
+        self.asked, self._prompt = asked, prompt
+        self._parts: list[list[tuple[int, Values]]] = [[] for _ in self.asked]  # by first position, ascending
+        self.known = [one.tokens.first for one in self.asked]
+        self._said = [one.tokens.first for one in self.asked]
 
     @property
     def wants_generated(self) -> bool:
         """Whether rows of generated tokens are wanted; the last one then runs through the model, too."""
-        return any(one.tokens.stop is None or one.tokens.stop > self._prompt for one in self._asked)
+        return any(one.tokens.stop is None or one.tokens.stop > self._prompt for one in self.asked)
 
     def add(self, index: int, first: int, values: Values) -> None:
         """Add rows of one readout, the first of them at position `first`."""
@@ -47,7 +91,7 @@ class SequenceReadouts:
     def take(self, ended: bool = False) -> tuple[ReadoutRows, ...]:
         """The rows that were not returned yet; those of a readout for the last rows are returned at the end."""
         found = []
-        for index, one in enumerate(self._asked):
+        for index, one in enumerate(self.asked):
             if (one.tokens.tail and not ended) or self._said[index] >= self.known[index]:
                 continue
             positions = one.tokens.within(self._said[index], self.known[index])
@@ -58,9 +102,20 @@ class SequenceReadouts:
                 found.append(ReadoutRows(index, positions, *self._rows(index, positions)))
         return tuple(found)
 
-    def column(self, index: int, positions: Sequence[int]) -> Values:
+    def columns(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The values at some positions as columns of a recorded run; NaN if a readout has none."""
+        found = {}
+        for index, one in enumerate(self.asked):
+            column = self._column(index, positions)
+            name = f"{COLUMN}{one.source.name}"
+            found[name] = torch.from_numpy(column.values)
+            if column.features is not None:
+                found[f"{name}.features"] = torch.from_numpy(column.features)
+        return found
+
+    def _column(self, index: int, positions: Sequence[int]) -> Values:
         """The rows at some positions: NaN if a row is missing, and index -1 for a feature whose value is 0."""
-        one, (values, features) = self._asked[index], self._all(index)
+        one, (values, features) = self.asked[index], self._all(index)
         first = one.tokens.first
         wanted = set(one.tokens.of(self.known[index]))
         shape = (len(positions), values.shape[1])
@@ -73,7 +128,7 @@ class SequenceReadouts:
         return Values(found[0], None if features is None else found[1])
 
     def _rows(self, index: int, positions: Sequence[int]) -> tuple[list[list[float]], list[list[int]] | None]:
-        first = self._asked[index].tokens.first
+        first = self.asked[index].tokens.first
         values, features = self._all(index)
         at = [position - first for position in positions]
         return values[at].tolist(), None if features is None else features[at].tolist()
@@ -81,9 +136,9 @@ class SequenceReadouts:
     def _all(self, index: int) -> Values:
         parts = self._parts[index]
         if not parts:
-            width = self._asked[index].width
+            width = self.asked[index].width
             return Values(
-                np.zeros((0, width), np.float32), np.zeros((0, width), np.int32) if self._asked[index].top_k else None
+                np.zeros((0, width), np.float32), np.zeros((0, width), np.int32) if self.asked[index].top_k else None
             )
         if len(parts) > 1:
             values = np.concatenate([part.values for _, part in parts])
@@ -91,17 +146,3 @@ class SequenceReadouts:
             joined = Values(values, np.concatenate(features) if features else None)
             self._parts[index] = parts = [(parts[0][0], joined)]
         return parts[0][1]
-
-
-def with_columns(captured: Captured, request: Request, readouts: SequenceReadouts | None) -> Captured:
-    """Add the request's readout values at the same tokens to the recorded rows; NaN if a readout has none."""
-    if readouts is None or not captured.positions:
-        return captured
-    values = dict(captured.values)
-    for index, one in enumerate(request.readouts):
-        column = readouts.column(index, captured.positions)
-        name = f"{COLUMN}{one.source.name}"
-        values[name] = torch.from_numpy(column.values)
-        if column.features is not None:
-            values[f"{name}.features"] = torch.from_numpy(column.features)
-    return captured._replace(values=values)
