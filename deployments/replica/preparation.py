@@ -21,7 +21,7 @@ from deployments.interventions.resolve import EditResolver
 from deployments.interventions.stored_tensors import FetchedTensors, StoredTensors
 from deployments.job import Job
 from deployments.options import Options
-from deployments.points.capture import Capture
+from deployments.points.capture import MOST_INLINE_VALUES, Capture
 from deployments.points.interventions import ChangeFeature
 from deployments.readouts.cache import NamedReadout, ReadoutCache
 from deployments.readouts.resolver import ReadoutResolver
@@ -67,13 +67,13 @@ class Preparation:
         self._pool = pool
         points = self._model.points
         self._response_formats = ResponseFormats(chat, self._model)
-        self._lens_resolver = LensResolver(points, prompts.plain_ids, self._model.vocabulary, options.max_inline_values)
-        self._stored_tensors = StoredTensors(points, store, reader, options.max_intervention_bytes)
+        self._lens_resolver = LensResolver(points, prompts.plain_ids, self._model.vocabulary)
+        self._stored_tensors = StoredTensors(points, store, reader, options.max_request_tensor_bytes)
         self._readouts = ReadoutCache(
             options.served_name,
             self._model.device,
             store,
-            options.max_readout_bytes,
+            options.max_request_tensor_bytes,
             pool,
             self._model.batch_invariant,
         )
@@ -159,7 +159,7 @@ class Preparation:
         requests = [choice.request for choice in choices.values()]
         self._runs.check(requests)
         self._lens_resolver.check(requests)
-        _check_readouts_size(requests, self._options.max_inline_values)
+        _check_readouts_size(requests)
         return choices
 
     def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:
@@ -213,8 +213,8 @@ def _named_readouts(job: Job) -> dict[str, NamedReadout]:
     return {name: NamedReadout(field, job.reader(field)) for name, field in found.items()}
 
 
-def _check_readouts_size(requests: Sequence[Request], limit: int) -> None:
-    """Reject requests whose answer could have more numbers than the operator's limit.
+def _check_readouts_size(requests: Sequence[Request]) -> None:
+    """Reject requests whose answer could have more numbers than `MOST_INLINE_VALUES`.
 
     Raises:
         RequestError: It could have more.
@@ -224,8 +224,9 @@ def _check_readouts_size(requests: Sequence[Request], limit: int) -> None:
         most = len(request.prompt) + request.max_tokens
         for one in request.readouts:
             count += len(one.tokens.of(most)) * one.width * (2 if one.top_k else 1)
-    if count > limit:
+    if count > MOST_INLINE_VALUES:
         message = (
-            f"up to {count} numbers would be returned; the limit is {limit}: choose fewer tokens, or set max_tokens"
+            f"up to {count} numbers would be returned; the limit is {MOST_INLINE_VALUES}: choose fewer tokens, or set "
+            "max_tokens"
         )
         raise RequestError(message, "readouts", "readouts_too_large")

@@ -58,8 +58,8 @@ class Backend:
         self.loader = Loader(options, self.models)
         self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
         self.presets = Presets(store)
-        self.tensors = Tensors(store, options.max_tensor_store_bytes)
-        self.readouts = Readouts(store, self.models, options.max_readout_store_bytes)
+        self.tensors = Tensors(store, options.max_client_store_bytes)
+        self.readouts = Readouts(store, self.models, options.max_client_store_bytes)
         self.metrics = NodeMetrics(_exporters)
         self._store = store
         self._reader = reader

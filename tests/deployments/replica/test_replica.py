@@ -15,6 +15,7 @@ from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Refusal
 from deployments.options import Options
 from deployments.points.capture import Capture
+from deployments.replica import runs
 from deployments.replica.replica import MOST_TEXTS, ModelReplica
 from tests.waiting import wait_until
 
@@ -150,8 +151,9 @@ def test_a_capture_beyond_the_limit_is_refused_with_the_numbers():
     small.__del__()
 
 
-def test_an_inline_answer_counts_the_rows_it_returns():
-    tight = Replica(Options(dtype="float32", threads=1, max_inline_values=192 * 8), store=object())
+def test_an_inline_answer_counts_the_rows_it_returns(monkeypatch):
+    monkeypatch.setattr(runs, "MOST_INLINE_VALUES", 192 * 8)
+    tight = Replica(Options(dtype="float32", threads=1), store=object())
     inline = {"points": ["norm.output"], "return": "inline"}
     few = job(max_tokens=100, capture=Capture(**inline, tokens="prompt"))
     assert isinstance(asyncio.run(tight.complete(few))[-1], End)

@@ -191,11 +191,10 @@ def test_readouts_are_asked_kept_and_compared_with_the_outcome(
 def test_readouts_of_more_numbers_than_an_answer_may_have_are_refused_before_the_first_sample(
     server: FakeServer, write_problems: Write, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.told = {"options": {"max_inline_values": 100}}
-    server.readouts = {"truth": TRUTH, "moods": TRUTH | {"values": 4}}
+    server.readouts = {"truth": TRUTH, "moods": TRUTH | {"values": 9999}}
     dataset = write_problems("")
     assert evaluate(dataset, "--readouts", "truth,moods", "--max-tokens", "21") == 2
-    assert "are 105 numbers, and the server's max_inline_values is 100" in (said := capsys.readouterr().err)
+    assert "are 210000 numbers, and an answer may have 200000" in (said := capsys.readouterr().err)
     assert "or lower --max-tokens to 20" in said
     assert not server.requests
     assert evaluate(dataset, "--readouts", "truth,moods", "--max-tokens", "20") == 0
