@@ -35,7 +35,7 @@ async def _fields(
     preset: Annotated[str | None, Header(alias=PRESET, max_length=256, description="The field `preset`.")] = None,
     fields: Annotated[
         str | None,
-        Header(alias=FIELDS, max_length=1 << 16, description="A JSON object of fields; those of the body override it."),
+        Header(alias=FIELDS, max_length=1 << 15, description="A JSON object of fields; those of the body override it."),
     ] = None,
 ) -> dict[str, Any]:
     found = {} if preset is None else {"preset": preset}

@@ -261,7 +261,7 @@ class Held:
     def __init__(self, began: list[bytes], may: threading.Event) -> None:
         self.began, self.may = began, may
 
-    def parsed(self, _: Any, raw: bytes) -> CompletionRequest:
+    def parsed(self, _: Any, raw: bytes, __: Any) -> CompletionRequest:
         self.began.append(raw[-1:])
         assert self.may.wait(60)
         return CompletionRequest(model="m", prompt="x")
