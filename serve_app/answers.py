@@ -14,13 +14,13 @@ from deployments.messages import (
     End,
     Message,
     Piece,
-    ReadoutValues,
     Refusal,
     RunReport,
     TokenLayers,
     TokenLogprob,
     whole_calls,
 )
+from deployments.readouts.spec import ReadoutRows
 from serve_app.http.errors import ApiError, render
 from serve_app.logprobs import of_chat, of_completion, of_lens
 
@@ -38,7 +38,7 @@ class AnswerChoice:
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
     lens: list[TokenLayers] | None = None
-    readouts: list[ReadoutValues] = field(default_factory=list)
+    readouts: list[ReadoutRows] = field(default_factory=list)
     end: End | None = None
 
 
@@ -292,7 +292,7 @@ def _report(run: RunReport) -> dict[str, Any]:
     return {name: value for name, value in report.items() if value is not None or name != "reason"}
 
 
-def _of_readouts(parts: Iterable[ReadoutValues]) -> dict[str, Any]:
+def _of_readouts(parts: Iterable[ReadoutRows]) -> dict[str, Any]:
     """The fields of a choice or a chunk for readouts; empty if there are none.
 
     `first` is the index, within its phase, of the first token with values; if the tokens are not consecutive, `index`
@@ -313,7 +313,7 @@ def _of_readouts(parts: Iterable[ReadoutValues]) -> dict[str, Any]:
     return {"readouts": found} if found else {}
 
 
-def _rows(part: ReadoutValues) -> list[Any]:
+def _rows(part: ReadoutRows) -> list[Any]:
     if part.features is None:
         return [[_finite(value) for value in row] for row in part.values]
     pairs = zip(part.features, part.values, strict=True)

@@ -56,7 +56,8 @@ from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model
 from deployments.points.token_choices import resolve
 from deployments.readouts.gates import Gate
-from deployments.readouts.sequence import ReadoutRows, SequenceReadouts
+from deployments.readouts.sequence import SequenceReadouts
+from deployments.readouts.spec import ReadoutRows
 
 MOST_BROKEN = 3  # consecutive failures of single requests by an assertion of the engine; the engine then ends
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
     from deployments.engine.edits import Edit
     from deployments.places.place import Point
     from deployments.readouts.gates import Gate
-    from deployments.readouts.sequence import ReadoutRows, ResolvedReadout
+    from deployments.readouts.sequence import ResolvedReadout
+    from deployments.readouts.spec import ReadoutRows
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

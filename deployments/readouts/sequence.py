@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from deployments.points.token_choices import Tokens
 from deployments.readouts.gates import Source
-from deployments.readouts.spec import COLUMN
+from deployments.readouts.spec import COLUMN, ReadoutRows
 
 
 class ResolvedReadout(NamedTuple):
@@ -32,23 +32,6 @@ class ResolvedReadout(NamedTuple):
         """How many values a row has."""
         count = self.source.readout.count
         return min(self.top_k, count) if self.top_k else count
-
-
-@dataclass(frozen=True)
-class ReadoutRows:
-    """Rows of a readout.
-
-    Attributes:
-        index: The readout's index in the request.
-        positions: The tokens' positions in prompt + generated, ascending.
-        values: The values of each row.
-        features: For an autoencoder, the feature indices of the values; None for others.
-    """
-
-    index: int
-    positions: Sequence[int]
-    values: list[list[float]]
-    features: list[list[int]] | None = None
 
 
 class Values(NamedTuple):
@@ -98,8 +81,10 @@ class SequenceReadouts:
             if one.tokens.tail:
                 positions = positions[-one.tokens.tail :]
             self._said[index] = self.known[index]
-            if len(positions):
-                found.append(ReadoutRows(index, positions, *self._rows(index, positions)))
+            cut = bisect_left(positions, self._prompt)
+            for part, begin in ((positions[:cut], 0), (positions[cut:], self._prompt)):
+                if len(part):
+                    found.append(self._rows(index, part, begin))
         return tuple(found)
 
     def columns(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -127,11 +112,19 @@ class SequenceReadouts:
             found[1][rows] = np.where(values[at] == 0, -1, features[at])  # the index of a zero value has no meaning
         return Values(found[0], None if features is None else found[1])
 
-    def _rows(self, index: int, positions: Sequence[int]) -> tuple[list[list[float]], list[list[int]] | None]:
-        first = self.asked[index].tokens.first
+    def _rows(self, index: int, positions: Sequence[int], begin: int) -> ReadoutRows:
+        """The rows at some positions, all of the prompt or all of the answer, which begins at `begin`."""
+        source, tokens, _ = self.asked[index]
         values, features = self._all(index)
-        at = [position - first for position in positions]
-        return values[at].tolist(), None if features is None else features[at].tolist()
+        at, labels = [position - tokens.first for position in positions], source.readout.spec.labels
+        return ReadoutRows(
+            source.name,
+            tuple(labels) if labels else None,
+            begin > 0,
+            [position - begin for position in positions],
+            values[at].tolist(),
+            None if features is None else features[at].tolist(),
+        )
 
     def _all(self, index: int) -> Values:
         parts = self._parts[index]

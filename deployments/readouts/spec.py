@@ -1,7 +1,8 @@
-"""Readouts as data: their definition, the request's field that asks for their values, and conditions on them."""
+"""Readouts as data: their definition, the request's fields that name them, and rows of values. It imports no torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
@@ -136,3 +137,24 @@ class Condition(Strict):
         if self.feature is not None and self.label is not None:
             raise ValueError("give feature or label, not both")
         return self
+
+
+@dataclass(frozen=True)
+class ReadoutRows:
+    """Rows of a readout, all of the prompt's tokens or all of generated ones.
+
+    Attributes:
+        name: The readout.
+        labels: The labels of its values, if it has any.
+        generated: Whether the tokens are generated ones.
+        index: Each row's token, by its index among the prompt's or the generated tokens.
+        values: The values of each row; for an autoencoder, those of `features`.
+        features: The feature indices of each row, the largest value first; None for a linear readout.
+    """
+
+    name: str
+    labels: tuple[str, ...] | None
+    generated: bool
+    index: list[int]
+    values: list[list[float]]
+    features: list[list[int]] | None = None

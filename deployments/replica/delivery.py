@@ -8,16 +8,15 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
+from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Rows
 from deployments.job import Job
-from deployments.messages import ChangedNorm, EditReport, End, Message, ReadoutValues, Refusal, TokenLayers
+from deployments.messages import ChangedNorm, EditReport, End, Message, Refusal, TokenLayers
 from deployments.replica.tickets import RunningChoice, Ticket
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
     from deployments.chat.token_texts import TokenTexts
     from deployments.engine.edits import Edit
     from deployments.engine.engine import Engine
-    from deployments.readouts.sequence import ReadoutRows
 
 logger = logging.getLogger("ray.serve")
 
@@ -105,7 +104,7 @@ class Delivery:
             choice.lens.extend(self._token_texts.seen(delta.tokens, lens, delta.lens))
         if job.token_ids:
             choice.token_ids.extend(delta.tokens)
-        choice.readouts += _values_of(choice.request, delta.readouts)
+        choice.readouts += delta.readouts
         choice.logprob += sum(one.logprob for one in delta.logprobs)
 
     def _written(self, event: Rows | Finished) -> None:
@@ -122,7 +121,7 @@ class Delivery:
                     for at in range(0, len(event.rest.text), SLICE):
                         choice.add(event.rest.text[at : at + SLICE])
                         await asyncio.sleep(0)  # for the events of other requests
-                choice.readouts += _values_of(choice.request, event.readouts)
+                choice.readouts += event.readouts
                 choice.close()
                 ticket.say(choice)
             message = await self._last_message(ticket, choice, event)
@@ -169,21 +168,6 @@ class Delivery:
         logger.error("request %s (%s) failed", ticket.job.id, ticket.job.request_id, exc_info=error)
         message = f"the server failed on request {ticket.job.request_id or ticket.job.id}; its log says why"
         ticket.messages.put_nowait(Refusal(message, None, "internal_error", 500))
-
-
-def _values_of(request: Request, rows: Sequence[ReadoutRows]) -> Iterator[ReadoutValues]:
-    """Convert rows to messages: first those of the prompt's tokens, then those of generated ones."""
-    prompt = len(request.prompt)
-    for part in rows:
-        source = request.readouts[part.index].source
-        labels = source.readout.spec.labels
-        for generated in (False, True):
-            at = [i for i, position in enumerate(part.positions) if (position >= prompt) == generated]
-            if at:
-                index = [part.positions[i] - (prompt if generated else 0) for i in at]
-                values = [part.values[i] for i in at]
-                features = None if part.features is None else [part.features[i] for i in at]
-                yield ReadoutValues(source.name, tuple(labels) if labels else None, generated, index, values, features)
 
 
 def _edit_reports(edits: Sequence[Edit]) -> Iterator[EditReport]:

@@ -108,10 +108,10 @@ async def _merged(
     body: G, request: Request, backend: Backend, who: Account, by_headers: dict[str, Any]
 ) -> tuple[G, ChosenPreset | None]:
     """The body with the fields that headers and its preset add, and the preset."""
-    state = request.app.state
+    state, name = request.app.state, body.preset or body.intervention_profile
     if by_headers:
         body = await state.bodies.read(type(body), await request.body(), who.owner, Below(by_headers, {}))
-    preset = await backend.presets.chosen(who, body.preset or body.intervention_profile, body.model)
+    preset = await backend.presets.chosen(who, name or body.preset or body.intervention_profile, body.model)
     if preset is None:
         return body, None
     below = Below(by_headers, preset.fields, preset.is_default)

@@ -6,6 +6,7 @@ import re
 from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from deployments.activations.facts import check_session_id
 from deployments.points.capture import Capture
@@ -97,14 +98,19 @@ class PresetBody(Settings):
     default: bool = False
     description: str | None = Field(default=None, max_length=1024)
 
+    @field_validator("name")
+    @classmethod
+    def _can_be_chosen(cls, value: str) -> str:
+        if value == NONE:
+            raise ValueError(f"{NONE!r} means no preset in requests: choose another name")
+        return value
+
     @model_validator(mode="after")
     def _can_be_used(self) -> PresetBody:
-        if self.name == NONE:
-            raise ValueError(f"{NONE!r} means no preset in requests: choose another name")
         if not any(
             getattr(self, name) not in (None, []) for name in self.model_fields_set & Settings.model_fields.keys()
         ):
             raise ValueError("give at least one field of requests, such as capture or interventions")
         if self.default and self.model is None:
-            raise ValueError("a default preset needs a model")
+            raise PydanticCustomError("value_error", "a default preset needs a model", {"field": "model"})
         return self

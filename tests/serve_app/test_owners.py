@@ -212,24 +212,33 @@ def test_a_preset_of_ones_own_changes_nobody_elses_of_its_name(ask, complete):
     assert ask("root", "DELETE", "/v1/interventions/calm?owner=alice").status_code == 200
 
 
-def test_an_admins_default_holds_for_everybody_with_tensors_that_nobody_else_may_read(ask, complete):
+def test_an_admins_default_holds_for_everybody_with_tensors_and_readouts_that_nobody_else_may_read(ask, complete):
     file = ask("root", "POST", "/v1/tensors", content=VECTOR, headers=BYTES).json()["id"]
+    spec = {"name": "calmness", "model": "vitrine-demo", "point": POINT, "kind": "linear"}
+    form = {"files": {"file": save({"weight": torch.ones(1, 192)})}, "data": {"spec": json.dumps(spec)}}
+    assert ask("root", "POST", "/v1/readouts", **form).status_code == 200
+    when = {"readout": "calmness", "above": -1e9}
     steer = [{"op": "add", "point": POINT, "vector": file}]
-    preset = {"name": "house", "model": "vitrine-demo", "interventions": steer, "default": True}
+    preset = {"name": "house", "model": "vitrine-demo", "default": True, "readouts": ["calmness"]}
+    preset["interventions"] = [steer[0] | {"when": when}]
     plain = complete("bob").json()["choices"][0]["text"]
     assert code(ask("bob", "POST", "/v1/interventions", json=preset | {"interventions": DAMP}))[0] == 403
     assert ask("root", "POST", "/v1/interventions", json=preset).status_code == 200
     try:
-        answer = complete("bob", preset="house")
-        assert answer.status_code == 200
-        assert answer.json()["choices"][0]["text"] != plain
+        for fields in ({}, {"preset": "house"}):
+            (choice,) = complete("bob", **fields).json()["choices"]
+            assert choice["text"] != plain
+            assert choice["readouts"]["calmness"]["generated"]["values"]
         assert ask("bob", "GET", "/v1/interventions/house").json()["default"]
         assert code(ask("bob", "DELETE", "/v1/interventions/house")) == (404, "preset_not_found")
-        both = complete("bob", preset="house", interventions=steer)
+        both = complete("bob", interventions=steer)
         assert code(both) == (400, "tensor_not_found")
         assert both.json()["error"]["param"] == "interventions[0].vector"
+        own = complete("bob", readouts=["calmness"])  # a name of bob's, which he has none of
+        assert code(own)[0] == 400
     finally:
         assert ask("root", "DELETE", "/v1/interventions/house").status_code == 200
+        assert ask("root", "DELETE", "/v1/readouts/calmness").status_code == 200
 
 
 def test_an_owner_pins_and_deletes_and_so_does_an_admin(ask, record):

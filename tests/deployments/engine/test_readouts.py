@@ -21,7 +21,7 @@ from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
 from deployments.readouts.files import define
 from deployments.readouts.resolver import ReadoutResolver
-from deployments.readouts.spec import AskedReadouts, Condition
+from deployments.readouts.spec import AskedReadouts, Condition, ReadoutRows
 from deployments.readouts.values import Readout
 from tests.deployments.conftest import DEVICE
 
@@ -88,12 +88,17 @@ def request(
     )
 
 
+def positions_of(part: ReadoutRows, prompt: int) -> list[int]:
+    return [index + prompt * part.generated for index in part.index]
+
+
 def rows_of(done: Finished, number: int = 0) -> dict[int, Any]:
     """Values of a readout by position; of features, (number, value)."""
     found: dict[int, Any] = {}
+    name = list(dict.fromkeys(part.name for part in done.readouts))[number]
     for part in done.readouts:
-        if part.index == number:
-            for i, (position, values) in enumerate(zip(part.positions, part.values, strict=True)):
+        if part.name == name:
+            for i, (position, values) in enumerate(zip(positions_of(part, len(done.prompt)), part.values, strict=True)):
                 found[position] = values if part.features is None else dict(zip(part.features[i], values, strict=True))
     return found
 
@@ -167,7 +172,7 @@ def test_a_streams_rows_come_one_forward_after_their_tokens_and_are_all_there_at
     while not ends:
         for event in engine.step(wait=True):
             rows = event.readouts if isinstance(event, (Delta, Finished)) else ()
-            told += [position for part in rows for position in part.positions]
+            told += [position for part in rows for position in positions_of(part, len(PROMPT))]
             if isinstance(event, Delta):
                 tokens += len(event.tokens)
                 assert told == list(range(len(PROMPT) + tokens - 1))
@@ -383,7 +388,7 @@ def test_batch_invariant_values_have_the_same_bits_in_any_company(invariant, see
 
 def test_rows_come_once_when_a_sequence_is_run_again(model) -> None:
     (got,) = company(model, [request(model, "a", PROMPT, 30, ["early"])], random.Random(0)).values()
-    told = [position for part in got.readouts for position in part.positions]
+    told = [position for part in got.readouts for position in positions_of(part, len(PROMPT))]
     assert told == list(range(len(PROMPT) + 30))
 
 

@@ -15,7 +15,6 @@ import torch
 from deployments.accounts import OPERATOR
 from deployments.activations import load
 from deployments.activations.actors.store import connect
-from deployments.client_data.presets import StoredPreset
 from deployments.options import home
 from serve_app.backend import preset_registry
 from serve_app.backend.preset_registry import Presets
@@ -94,19 +93,14 @@ def test_a_preset_is_kept_shown_listed_replaced_and_deleted(ask, keep):
         assert refused(ask(method, "formal")) == (404, "name", "preset_not_found")
 
 
-def test_a_store_that_is_started_again_knows_the_presets(ask, keep, restart_store, eventually):
-    kept = keep("lasting", interventions=[STEER])
-    restart_store()
-    again = eventually(lambda: ask("GET", "lasting"), lambda answer: answer.status_code != 503)
-    assert again.json() == kept
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"name": "x"}, None),
-        ({"name": "none", "interventions": [STEER]}, None),
-        ({"name": "x", "interventions": [STEER], "default": True}, None),
+        ({"name": "none", "interventions": [STEER]}, "name"),
+        ({"name": "x", "interventions": [STEER], "default": True}, "model"),
+        ({"name": "x", "temperature": 3}, "temperature"),
+        ({"name": "x", "stream": True}, "stream"),
         ({"name": "../x", "interventions": [STEER]}, "name"),
         ({"name": "x", "interventions": [STEER, STEER | {"op": "twist"}]}, "interventions[1]"),
         ({"name": "x", "interventions": [STEER | {"sclae": 1}]}, "interventions[0].sclae"),
@@ -127,6 +121,8 @@ def test_a_preset_for_a_model_that_is_served_has_to_fit_it(ask):
         ({"interventions": [STEER | {"vector": [1.0]}]}, "interventions[0].vector"),
         ({"interventions": [STEER | {"vector": "tensor-of-nobody"}]}, "interventions[0].vector"),
         ({"capture": {"points": ["layers.0.outptu"]}}, "capture.points[0]"),
+        ({"readouts": ["nobodys"]}, "readouts[0].name"),
+        ({"logit_lens": {"layers": [99]}}, "logit_lens.layers[0]"),
     ]:
         answer = ask("POST", json={"name": "misfit", "model": MODEL, "default": True} | more)
         assert refused(answer)[:2] == (400, param)
@@ -317,50 +313,13 @@ def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_oft
     asyncio.run(scene())
 
 
-class Slow:
-    """A store that answers when it is told to."""
-
-    def __init__(self):
-        self.answers = []
-
-    def __getattr__(self, name):
-        def remote(*_):
-            self.answers.append(asyncio.get_running_loop().create_future())
-            return self.answers[-1]
-
-        return SimpleNamespace(remote=remote)
-
-
-def test_a_request_that_waits_for_defaults_outlives_a_change_of_presets(monkeypatch):
-    async def scene():
-        store = Slow()
-        other = Presets(store)
-        waiting = asyncio.ensure_future(other.chosen(OPERATOR, None, MODEL))
-        await asyncio.sleep(0)
-        deleting = asyncio.ensure_future(other.delete(OPERATOR, "p"))
-        await asyncio.sleep(0)
-        asked, deleted = store.answers
-        deleted.set_result(True)
-        await deleting
-        asked.set_result((1, {}))
-        assert await waiting is None
-        again = asyncio.ensure_future(other.chosen(OPERATOR, None, MODEL))
-        for _ in range(2):  # it begins, and then the question that it asks
-            await asyncio.sleep(0)
-        assert len(store.answers) == 3  # what was asked before the change is not taken for what holds now
-        kept = StoredPreset.of({"name": "p", "model": MODEL, "interventions": [HALF], "default": True}, None, 1.0)
-        store.answers[2].set_result((2, {MODEL: kept}))
-        assert (await again).name == "p"
-
-    asyncio.run(scene())
-
-
 def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_have(monkeypatch):
     monkeypatch.setattr(preset_registry, "PATIENCE_S", 0.01)
 
     async def scene():
+        silent = SimpleNamespace(remote=lambda *_: asyncio.get_running_loop().create_future())
         with pytest.raises(ApiError) as refused:
-            await Presets(Slow()).chosen(OPERATOR, None, MODEL)
+            await Presets(SimpleNamespace(client_data=silent)).chosen(OPERATOR, None, MODEL)
         assert refused.value.status == 503
 
     asyncio.run(scene())
