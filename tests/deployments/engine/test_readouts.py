@@ -134,19 +134,9 @@ def test_an_answer_that_ends_before_its_first_token_has_the_prompts_logprobs(mod
     events = []
     while not any(isinstance(event, Finished) for event in events):
         events += engine.step(wait=True)
-    (scores,) = (event for event in events if isinstance(event, PromptLogprobs))
-    assert len(scores.logprobs) == len(PROMPT) - 1
+    assert [len(one.logprobs) for one in events if isinstance(one, PromptLogprobs)] == [len(PROMPT) - 1]
     assert events[-1].reason == "stop"
     assert not events[-1].tokens
-
-
-def test_values_are_recorded_without_a_point(model) -> None:
-    asked = request(model, "a", PROMPT, 6, ["early"], capture=ALL)
-    asked = replace(asked, capture=Capture.model_construct(points=[]), points=())
-    (done,) = Engine(model).generate([asked])
-    rows = rows_of(done)
-    assert list(done.captured.positions) == list(range(len(PROMPT) + 6))
-    assert done.captured.values["readouts.early"].tolist() == [rows[at] for at in range(len(PROMPT) + 6)]
 
 
 @pytest.mark.parametrize(
@@ -202,12 +192,8 @@ def test_a_gate_that_never_opens_changes_no_bit_and_one_that_is_always_open_chan
     def run(*changes: Any) -> Finished:
         return Engine(model).generate([request(model, "a", PROMPT, 6, ["early", "late"], changes, capture=ALL)])[0]
 
-    without, shut, opened, ungated = (
-        run(),
-        run(gated(point, readout, **NEVER)),
-        run(gated(point, readout, **ALWAYS)),
-        run(plain),
-    )
+    without, ungated = run(), run(plain)
+    shut, opened = (run(gated(point, readout, **when)) for when in (NEVER, ALWAYS))
     for name in ALL["points"]:
         assert torch.equal(shut.captured.values[name], without.captured.values[name])
         assert torch.equal(opened.captured.values[name], ungated.captured.values[name])
@@ -319,16 +305,8 @@ def random_request(model, id: str, numbers: random.Random) -> Request:
         )
     stop = {"readout": names[0], "above": 1.5} | ({"feature": 2} if names[0] in ("mid", "sae") else {})
     more = {"capture": ALL} if numbers.random() < 0.3 else {}
-    return request(
-        model,
-        id,
-        prompt,
-        numbers.choice([1, 4, 11]),
-        readouts,
-        changes,
-        stop if numbers.random() < 0.3 else None,
-        **more,
-    )
+    stop = stop if numbers.random() < 0.3 else None
+    return request(model, id, prompt, numbers.choice([1, 4, 11]), readouts, changes, stop, **more)
 
 
 @torch.inference_mode()
