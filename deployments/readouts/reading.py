@@ -51,7 +51,7 @@ class _Consumer:
     first: int
     count: int
     gate: Gate | None = None
-    span: ReadSpan | None = None
+    readouts: SequenceReadouts | None = None
     index: int = 0
 
 
@@ -135,10 +135,9 @@ class ReadoutReader:
             values = found.values.cpu().numpy()
             features = None if found.features is None else found.features.cpu().numpy().astype(np.int32)
             for consumer, rows, columns in found.parts:
-                assert consumer.span
-                assert consumer.span.readouts
+                assert consumer.readouts
                 held = Values(values[rows, columns], None if features is None else features[rows, columns])
-                consumer.span.readouts.add(consumer.index, consumer.first, held)
+                consumer.readouts.add(consumer.index, consumer.first, held)
         ended = {}
         if self._stops:
             last = [span.start + span.count - 1 for span, _ in self._stops]
@@ -151,13 +150,14 @@ class ReadoutReader:
 
 def _consumers(span: ReadSpan) -> Iterable[tuple[Place, _Consumer]]:
     stop = span.start + span.count
-    for index, one in enumerate(span.readouts.asked if span.readouts else ()):
-        assert span.readouts is not None
-        first = max(span.start, span.readouts.known[index])
+    readouts = span.readouts
+    for index, one in enumerate(readouts.asked if readouts else ()):
+        assert readouts
+        first = max(span.start, readouts.known[index])
         last = min(stop, one.tokens.stop or stop)
         if first < last:
             row = span.row + first - span.start
-            yield one.source.place, _Consumer(one.source.readout, row, first, last - first, None, span, index)
+            yield one.source.place, _Consumer(one.source.readout, row, first, last - first, None, readouts, index)
     for gate in span.gates:
         first, last = max(span.start, gate.known), min(stop, gate.stop or stop)
         if first < last and not gate.here:
@@ -239,4 +239,4 @@ def _read_features(
 
 
 def _asked(consumer: _Consumer) -> ResolvedReadout | None:
-    return consumer.span.readouts.asked[consumer.index] if consumer.span and consumer.span.readouts else None
+    return consumer.readouts.asked[consumer.index] if consumer.readouts else None
