@@ -28,13 +28,13 @@ class ChosenPreset(NamedTuple):
         name: Its name.
         fields: The request's fields that it holds, as they were sent.
         account: Whose names the fields refer to: who wrote it.
-        is_default: Whether it is its model's default.
+        by_default: Whether it is used because the request names none.
     """
 
     name: str
     fields: dict[str, Any]
     account: Account
-    is_default: bool
+    by_default: bool
 
 
 class Presets(ClientData):
@@ -100,7 +100,7 @@ class Presets(ClientData):
         fields = {name: value for name, value in json.loads(found.body).items() if name in Settings.model_fields}
         # Only admins make defaults, and these apply to users who may not read what they refer to.
         writer = Account(found.owner, is_admin=True) if found.is_default else account
-        return ChosenPreset(found.name, fields, writer, found.is_default)
+        return ChosenPreset(found.name, fields, writer, by_default=name is None)
 
     async def _default(self, model: str) -> StoredPreset | None:
         """A model's default preset, at most a second old.

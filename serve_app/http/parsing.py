@@ -25,12 +25,12 @@ class Below(NamedTuple):
     Attributes:
         header: Those of a header; they come before the preset's.
         preset: Those of a preset; its `interventions` precede the request's own.
-        is_default: Whether the preset is a default. Its `capture` is then used only with `store_activations`.
+        by_default: Whether the request does not name the preset, whose `capture` then needs `store_activations`.
     """
 
     header: Mapping[str, Any]
     preset: Mapping[str, Any]
-    is_default: bool = False
+    by_default: bool = False
 
     def merged(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """All fields. A field that is null counts as left out."""
@@ -39,7 +39,7 @@ class Below(NamedTuple):
         if first := self.preset.get("interventions"):
             found["interventions"] = [*first, *(own.get("interventions") or ())]
         records = found.get("store_activations")
-        if "capture" not in own and (records is False or (self.is_default and not records)):
+        if "capture" not in own and (records is False or (self.by_default and not records)):
             found.pop("capture", None)
         return found
 

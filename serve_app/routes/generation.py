@@ -114,7 +114,7 @@ async def _merged(
     preset = await backend.presets.chosen(who, name or body.preset or body.intervention_profile, body.model)
     if preset is None:
         return body, None
-    below = Below(by_headers, preset.fields, preset.is_default)
+    below = Below(by_headers, preset.fields, preset.by_default)
     try:
         whole = await state.bodies.read(type(body), await request.body(), who.owner, below)
     except RequestError as error:

@@ -231,6 +231,7 @@ def test_a_default_preset_is_used_by_who_names_none_of_its_model(served, ask, ke
     assert answer.json()["choices"][0]["text"] == steered
     assert answer.headers["x-vitrine-preset"] == "everybodys"
     assert "activations_meta" not in answer.json()  # it records where a request asks to
+    assert "activations_meta" in post(served, preset="everybodys").json()
     assert text(served, preset=None) == steered
     assert text(served, preset="none") == plain
     run = recorded(served, store_activations=True)
