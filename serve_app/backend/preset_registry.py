@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from deployments.accounts import Account
+from deployments.accounts import OPERATOR, Account
 from deployments.client_data.presets import StoredPreset
 from deployments.errors import RequestError
 from serve_app.backend.client_data import ClientData
@@ -52,7 +52,7 @@ class Presets(ClientData):
             store: The activation store's handle.
         """
         super().__init__(store)
-        self._defaults: Mapping[str, StoredPreset] = {}
+        self._defaults: Mapping[str, ChosenPreset] = {}
         self._version: int | None = None
         self._asked = float("-inf")
         self._asking: asyncio.Future[None] | None = None
@@ -89,20 +89,17 @@ class Presets(ClientData):
             RequestError: There is no such preset, or it is for another model.
             ApiError: 503.
         """
+        if name is None:
+            return await self._default(model)
         if name == NONE:
             return None
-        found: StoredPreset | None = await (self._default(model) if name is None else self.ask("find", name, account))
-        if found is None and name is None:
-            return None
+        found: StoredPreset | None = await self.ask("find", name, account)
         if found is None or found.model not in (None, model):
             wrong = f"the preset {name!r} is for the model {found.model!r}" if found else f"there is no preset {name!r}"
             raise RequestError(wrong, "preset", "preset_not_found")
-        fields = {name: value for name, value in json.loads(found.body).items() if name in Settings.model_fields}
-        # Only admins make defaults, and these apply to users who may not read what they refer to.
-        writer = Account(found.owner, is_admin=True) if found.is_default else account
-        return ChosenPreset(found.name, fields, writer, by_default=name is None)
+        return _chosen(found, account)
 
-    async def _default(self, model: str) -> StoredPreset | None:
+    async def _default(self, model: str) -> ChosenPreset | None:
         """A model's default preset, at most a second old.
 
         While the store does not answer, the last known one is used.
@@ -130,10 +127,19 @@ class Presets(ClientData):
             logger.warning("the activation store does not answer which presets are defaults: %s", error)
             news = None
         if news is not None and (self._version is None or news[0] > self._version):
-            self._version, self._defaults = news
+            self._version, defaults = news
+            self._defaults = {model: _chosen(one)._replace(by_default=True) for model, one in defaults.items()}
         if self._asking is asyncio.current_task():  # otherwise a default was changed here since
             self._asked = asked
 
     def _forget(self) -> None:
         """Ask again before the next request: a default was changed here."""
         self._asked, self._asking = float("-inf"), None
+
+
+def _chosen(found: StoredPreset, account: Account = OPERATOR) -> ChosenPreset:
+    """A preset as a request of this account uses it."""
+    fields = {name: value for name, value in json.loads(found.body).items() if name in Settings.model_fields}
+    # Only admins make defaults, and these apply to users who may not read what they refer to.
+    writer = Account(found.owner, is_admin=True) if found.is_default else account
+    return ChosenPreset(found.name, fields, writer, by_default=False)

@@ -58,11 +58,9 @@ def parsed(kind: type[M], raw: bytes, below: Below | None = None) -> M:
     """
     try:
         values = _values(raw.removeprefix(codecs.BOM_UTF8))
-        if below is not None:
-            values = below.merged(values)
-        if below is not None or raw.count(b"[") + raw.count(b"{") > MOST_NESTED:  # many of them may be inside strings
+        if raw.count(b"[") + raw.count(b"{") > MOST_NESTED:  # many of them may be inside strings
             _check_nested(values)
-        return kind.model_validate(values)
+        return kind.model_validate(below.merged(values) if below else values)
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False), kind) from None
     except RecursionError:

@@ -107,9 +107,8 @@ class PresetBody(Settings):
 
     @model_validator(mode="after")
     def _can_be_used(self) -> PresetBody:
-        if not any(
-            getattr(self, name) not in (None, []) for name in self.model_fields_set & Settings.model_fields.keys()
-        ):
+        fields = self.model_fields_set & Settings.model_fields.keys()
+        if not any(getattr(self, name) not in (None, []) for name in fields):
             raise ValueError("give at least one field of requests, such as capture or interventions")
         if self.default and self.model is None:
             raise PydanticCustomError("value_error", "a default preset needs a model", {"field": "model"})
