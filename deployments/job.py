@@ -16,7 +16,9 @@ from deployments.messages import Refusal
 from deployments.points.capture import Capture
 from deployments.points.interventions import Intervention
 from deployments.points.logit_lens import LogitLens
-from deployments.points.readouts import AskedReadout, Condition
+from deployments.readouts.spec import AskedReadout, Condition
+
+_INTERVENTION = re.compile(r"interventions\[(\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,16 @@ class Job:
         ranked: Return with each choice its mean logprob, by which the best are chosen.
         token_ids: Return the token ids of prompt and answer.
         capture: What to record; None for nothing.
-        interventions: Changes of activations; the first ones are the profile's.
+        interventions: Changes of activations; the first ones are the preset's.
         variants: Further changes in each choice, `n` of them; empty if all choices have the same.
         logit_lens: The layers and tokens to return with each token; None for none.
         readouts: Readouts whose values are returned.
         stop_when: The condition on them that ends an answer; None for none.
         report: Whether to return what each intervention did.
-        profile: The profile that is used; None for none.
-        profiled: How many of the interventions are the profile's.
-        profile_account: Who may read the runs and tensors that these name: an admin, if the profile is a default.
-        profile_captures: Whether `capture` is the profile's, too.
-        default_capture: The profile's capture, used instead of `capture` if the model has no savepoints.
+        preset: The preset that is used; None for none.
+        preset_fields: Names of the request's fields that are the preset's, besides `interventions`.
+        preset_interventions: How many of the interventions are the preset's.
+        preset_account: Whose tensors, runs and readouts the preset names: an admin's, if it is a default.
         session_id: The id of the session that the runs join.
         run_ids: Names of the runs, one for each choice; empty if they are named after the job.
         attempt: The number of replicas that may have begun the job and ended before they answered.
@@ -89,11 +90,10 @@ class Job:
     readouts: tuple[AskedReadout, ...] = ()
     stop_when: Condition | None = None
     report: bool = False
-    profile: str | None = None
-    profiled: int = 0
-    profile_account: Account = OPERATOR
-    profile_captures: bool = False
-    default_capture: Capture | None = None
+    preset: str | None = None
+    preset_fields: frozenset[str] = frozenset()
+    preset_interventions: int = 0
+    preset_account: Account = OPERATOR
     session_id: str = ""
     run_ids: tuple[str, ...] = ()
     attempt: int = 0
@@ -109,7 +109,7 @@ class Job:
     @property
     def may_store(self) -> bool:
         """Whether it may store its recorded rows."""
-        return any(capture and capture.destination != "inline" for capture in (self.capture, self.default_capture))
+        return self.capture is not None and self.capture.destination != "inline"
 
     @property
     def choices(self) -> int:
@@ -143,19 +143,22 @@ class Job:
         return found | ({} if self.stop_when is None else {"stop_when": self.stop_when})
 
     def reader(self, field: str) -> Account:
-        """The account that may read what the intervention of this field refers to."""
-        listed = re.fullmatch(r"interventions\[(\d+)\]", field)
-        return self.profile_account if listed and int(listed[1]) < self.profiled else self.account
+        """The account whose tensors, runs and readouts this field names."""
+        return self.preset_account if self._is_of_preset(field) else self.account
+
+    def _is_of_preset(self, field: str) -> bool:
+        listed = _INTERVENTION.match(field)
+        if listed:
+            return int(listed[1]) < self.preset_interventions
+        return re.split(r"[.\[]", field, maxsplit=1)[0] in self.preset_fields
 
     def refusal(self, error: RequestError) -> Refusal:
         """The refusal of this job for an error, with the request's own field names."""
         message, name = error.message, self.fields.get(error.field or "", error.field)
-        listed = re.match(r"interventions\[(\d+)\]", name or "")
-        number = int(listed[1]) - self.profiled if listed else 0
-        if number < 0 or (self.profile_captures and re.match(r"capture\b", name or "")):
-            message, name = f"the profile {self.profile!r}, {name}: {message}", "intervention_profile"
-        elif listed:
-            name = f"interventions[{number}]{(name or '')[listed.end() :]}"
+        if name and self._is_of_preset(name):
+            message, name = f"the preset {self.preset!r}, {name}: {message}", "preset"
+        elif name and (listed := _INTERVENTION.match(name)):
+            name = f"interventions[{int(listed[1]) - self.preset_interventions}]{name[listed.end() :]}"
         return Refusal(message, name, error.code, error.status)
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from deployments.engine.request import StopReason
+from deployments.readouts.spec import ReadoutRows
 
 ENGINE_ENDED = "the replica's engine has ended and is replaced: try again"  # a refusal's message
 NOT_TAKEN = "the replica's engine has ended, and has not begun this request: try again"  # a refusal's message, too
@@ -80,27 +81,6 @@ class TokenLayers(NamedTuple):
     position: int | None = None
 
 
-@dataclass(frozen=True)
-class ReadoutValues:
-    """Rows of a readout, all of the prompt's tokens or all of generated ones.
-
-    Attributes:
-        name: The readout.
-        labels: The labels of its values, if it has any.
-        generated: Whether the tokens are generated ones.
-        index: Each row's token, by its index among the prompt's or the generated tokens.
-        values: The values of each row; for an autoencoder, those of `features`.
-        features: The feature indices of each row, the largest value first; None for a linear readout.
-    """
-
-    name: str
-    labels: tuple[str, ...] | None
-    generated: bool
-    index: list[int]
-    values: list[list[float]]
-    features: list[list[int]] | None = None
-
-
 class CallPart(NamedTuple):
     """A part of a tool call: the first has its id and name, the others text of its arguments, which join to JSON.
 
@@ -138,7 +118,7 @@ class Piece:
     prompt_ids: tuple[int, ...] = ()
     lens: tuple[TokenLayers, ...] | None = None
     reasoning: str = ""
-    readouts: tuple[ReadoutValues, ...] = ()
+    readouts: tuple[ReadoutRows, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,7 +200,7 @@ class End:
     prompt_lens: tuple[TokenLayers, ...] = ()
     norms: tuple[ChangedNorm, ...] = ()
     likeliness: float = 0.0
-    readouts: tuple[ReadoutValues, ...] = ()
+    readouts: tuple[ReadoutRows, ...] = ()
     edits: tuple[EditReport, ...] = ()
     stop_reason: StopReason | None = None
     cached_tokens: int = 0

@@ -129,20 +129,13 @@ class Options(BaseModel):
             addresses; `*` is any. Behind a proxy that serves other machines, the names by which they call the proxy.
         cors_origins: Origins whose pages may read answers; none by default. `*` is any, and needs API keys.
         max_body_bytes: The largest request body; larger ones get 413.
-        max_tensor_file_bytes: The largest tensor file that a client may send, at most 128 MiB (the limit of Serve's
-            messages); larger ones get 413.
-        max_tensor_store_bytes: The most bytes of all tensor files together.
-        max_readout_file_bytes: The largest file of a readout that a client may send, at most 1 GiB. The ingress holds
-            it in memory while it is sent.
-        max_readout_store_bytes: The most bytes of all readouts' files together.
-        max_readout_bytes: The most bytes of readouts' tensors that a replica holds on its device.
+        max_client_store_bytes: The most bytes of all tensor files that clients store, and as many of all readouts. One
+            file may take a sixteenth of it: a tensor file at most 64 MiB, a readout at most 1 GiB; larger ones get 413.
+        max_request_tensor_bytes: The most bytes that a replica's requests hold together of vectors, tensors and stored
+            rows for interventions, and as many of readouts' tensors on its device.
         capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. If the disk is
             slower than the model, requests that record wait for it.
         max_capture_bytes: The most bytes that one request may record, all its choices together.
-        max_intervention_bytes: The most bytes of vectors, tensors and stored rows that a replica's requests hold
-            together for interventions.
-        max_inline_values: The most numbers that `"return": "inline"` may put into an answer. A logit lens may name a
-            tenth as many tokens of layers.
         max_store_bytes: The most bytes of all stored sessions together; runs that do not fit are not stored. By default
             no limit but the disk's.
         max_session_bytes: The most bytes stored for one session.
@@ -207,13 +200,8 @@ class Options(BaseModel):
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = Field(default=16 << 20, ge=1)
-    max_tensor_file_bytes: int = Field(default=64 << 20, ge=1, le=128 << 20)
-    max_tensor_store_bytes: int = Field(default=4 << 30, ge=1)
-    max_readout_file_bytes: int = Field(default=256 << 20, ge=1, le=1 << 30)
-    max_readout_store_bytes: int = Field(default=4 << 30, ge=1)
-    max_readout_bytes: int = Field(default=1 << 30, ge=1)
-    max_intervention_bytes: int = Field(default=256 << 20, ge=1)
-    max_inline_values: int = Field(default=200_000, ge=1)
+    max_client_store_bytes: int = Field(default=4 << 30, ge=1)
+    max_request_tensor_bytes: int = Field(default=1 << 30, ge=1)
     capture_memory_bytes: int = Field(default=192 << 20, ge=1)
     max_capture_bytes: int = Field(default=4 << 30, ge=1)
     max_store_bytes: int | None = Field(default=None, ge=1)
@@ -296,6 +284,16 @@ class Options(BaseModel):
                 "it: leave out the parts before '@' and after '?' or '#'; in a path write '@' as %40"
             )
         return value
+
+    @property
+    def max_tensor_file_bytes(self) -> int:
+        """The most bytes of a tensor file, whose messages Serve limits."""
+        return min(self.max_client_store_bytes // 16, 64 << 20)
+
+    @property
+    def max_readout_file_bytes(self) -> int:
+        """The most bytes of a readout with its form; the ingress holds it in memory while it is sent."""
+        return min(self.max_client_store_bytes // 16, 1 << 30)
 
     @property
     def on_cpu(self) -> bool:

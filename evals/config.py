@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from deployments.points.readouts import MOST_READOUTS, ReadoutName
 from deployments.points.token_choices import parse
+from deployments.readouts.spec import MOST_READOUTS, ReadoutName
 from evals.scoring import Rule
 from evals.serving_config import ServingConfig, Switch
 

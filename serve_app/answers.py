@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -13,16 +14,15 @@ from deployments.messages import (
     End,
     Message,
     Piece,
-    ReadoutValues,
     Refusal,
     RunReport,
     TokenLayers,
     TokenLogprob,
     whole_calls,
 )
+from deployments.readouts.spec import ReadoutRows
 from serve_app.http.errors import ApiError, render
 from serve_app.logprobs import of_chat, of_completion, of_lens
-from serve_app.readout_answers import of_edits, of_readouts
 
 Kind = Literal["chat", "completion"]
 
@@ -38,7 +38,7 @@ class AnswerChoice:
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
     lens: list[TokenLayers] | None = None
-    readouts: list[ReadoutValues] = field(default_factory=list)
+    readouts: list[ReadoutRows] = field(default_factory=list)
     end: End | None = None
 
 
@@ -172,7 +172,7 @@ class Answer:
         end = part.end if isinstance(part, AnswerChoice) else part
         prompt = end.prompt_lens if isinstance(end, End) else ()
         lens = {} if part.lens is None else {"logit_lens": of_lens(part.lens, prompt)}
-        return self._token_ids(part) | lens | of_readouts(part.readouts)
+        return self._token_ids(part) | lens | _of_readouts(part.readouts)
 
     def _token_ids(self, part: AnswerChoice | Piece | End) -> dict[str, Any]:
         """A choice's token ids, if requested; in a completion also its prompt's."""
@@ -186,7 +186,7 @@ class Answer:
         where = _where(choice.end.run)
         scores = self._logprobs(choice.logprobs)
         common = {"index": index, "finish_reason": choice.end.finish_reason, "logprobs": scores}
-        common |= self._seen(choice) | _norms(choice.end) | of_edits(choice.end)
+        common |= self._seen(choice) | _norms(choice.end) | _of_edits(choice.end)
         if self._kind == "completion":
             return common | {"text": choice.text} | where
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -232,7 +232,7 @@ class Answer:
         elif isinstance(message, End):
             where = _where(message.run)
             chunk = self._chunk(message.index, where, message.finish_reason, message) | _norms(message)
-            chunk |= of_edits(message)
+            chunk |= _of_edits(message)
             yield self._event([chunk])
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -290,3 +290,50 @@ def _where(run: RunReport | None) -> dict[str, Any]:
 def _report(run: RunReport) -> dict[str, Any]:
     report = asdict(run)
     return {name: value for name, value in report.items() if value is not None or name != "reason"}
+
+
+def _of_readouts(parts: Iterable[ReadoutRows]) -> dict[str, Any]:
+    """The fields of a choice or a chunk for readouts; empty if there are none.
+
+    `first` is the index, within its phase, of the first token with values; if the tokens are not consecutive, `index`
+    lists them. A value that is not finite is null.
+    """
+    found: dict[str, Any] = {}
+    for part in parts:
+        one = found.setdefault(part.name, {"labels": list(part.labels)} if part.labels else {})
+        began = {"first": part.index[0], "index": [], "values": []}
+        phase = one.setdefault("generated" if part.generated else "prompt", began)
+        phase["index"] += part.index
+        phase["values"] += _rows(part)
+    for one in found.values():
+        for phase in (one[name] for name in ("prompt", "generated") if name in one):
+            index = phase["index"]
+            if index == list(range(index[0], index[0] + len(index))):
+                del phase["index"]
+    return {"readouts": found} if found else {}
+
+
+def _rows(part: ReadoutRows) -> list[Any]:
+    if part.features is None:
+        return [[_finite(value) for value in row] for row in part.values]
+    pairs = zip(part.features, part.values, strict=True)
+    return [
+        [{"feature": feature, "value": _finite(value)} for feature, value in zip(features, row, strict=True) if value]
+        for features, row in pairs
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _of_edits(end: End) -> dict[str, Any]:
+    """The fields of a choice for gated or reported interventions, and for the row that ended the answer."""
+    said: dict[str, Any] = {}
+    if end.edits:
+        said["report"] = [
+            {name: value for name, value in one._asdict().items() if value is not None} for one in end.edits
+        ]
+    if end.stop_reason:
+        said["stop_reason"] = end.stop_reason._asdict() | {"value": _finite(end.stop_reason.value)}
+    return said

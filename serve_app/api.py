@@ -19,9 +19,9 @@ from serve_app.http.middleware import BodyLimits, RequestIds
 from serve_app.openapi import OpenApiApp, errors
 from serve_app.routes.activations import activations
 from serve_app.routes.dependencies import known_query
-from serve_app.routes.generation import PROFILE, openai
+from serve_app.routes.generation import PRESET, openai
 from serve_app.routes.models import explored, models, served
-from serve_app.routes.profiles import profiles
+from serve_app.routes.presets import presets
 from serve_app.routes.readouts import readouts
 from serve_app.routes.server import open_to_all, server
 from serve_app.routes.tensors import tensors
@@ -61,7 +61,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
             allow_origins=options.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "Accept-Ranges", "Content-Range", PROFILE],
+            expose_headers=["X-Request-Id", "Retry-After", "Accept-Ranges", "Content-Range", PRESET],
         )
     install(api)
     # These accept any query: load balancers and browsers add parameters, and a socket has no body for an error.
@@ -70,7 +70,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     if options.page:
         api.include_router(page_files.router)
     api.include_router(nnsight.sockets)  # the guard checks its key, too
-    vitrine = (tokens, explored, models, activations, tensors, readouts, profiles)
+    vitrine = (tokens, explored, models, activations, tensors, readouts, presets)
     for router in (openai, served, *vitrine, nnsight.router, server):
         if keys:
             dependencies = [Security(BEARER), Depends(known_query)]

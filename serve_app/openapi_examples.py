@@ -166,13 +166,13 @@ READOUT = answers(_READOUT)
 READOUTS = answers({"object": "list", "data": [_READOUT], "has_more": False})
 READOUT_DELETED = answers({"name": "truth", "object": "readout", "deleted": True})
 
-_PROFILE: dict[str, Any] = {"name": "formal", "object": "intervention_profile", "created": 1763700000.0}
-_PROFILE |= {"model": "vitrine-demo", "default": False, "description": "formal speech"}
-_PROFILE |= {"owner": "ann"}  # with API keys
+_PRESET: dict[str, Any] = {"name": "formal", "object": "preset", "created": 1763700000.0}
+_PRESET |= {"model": "vitrine-demo", "default": False, "description": "formal speech"}
+_PRESET |= {"owner": "ann"}  # with API keys
 _STEER = {"op": "add", "point": "layers.3.output", "vector": _TENSORS["id"], "scale": 4.0}
-PROFILE = answers(_PROFILE | {"interventions": [_STEER]})
-PROFILES = answers({"object": "list", "data": [_PROFILE], "has_more": False})
-PROFILE_DELETED = answers({"name": "formal", "object": "intervention_profile", "deleted": True})
+PRESET = answers(_PRESET | {"interventions": [_STEER]})
+PRESETS = answers({"object": "list", "data": [_PRESET], "has_more": False})
+PRESET_DELETED = answers({"name": "formal", "object": "preset", "deleted": True})
 
 _DOWN = {"status": "unavailable", "loaded_models": [], "replicas": {"vitrine-demo": {"STARTING": 1}}}
 HEALTH: Responses = {

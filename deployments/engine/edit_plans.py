@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from deployments.engine.edits import Edit, FeatureChange, Index, Kind
-from deployments.engine.readouts import ReadoutReader
 from deployments.places.place import Place
+from deployments.readouts.reading import ReadoutReader
 
 
 class _Key(NamedTuple):
@@ -187,9 +187,9 @@ class _Change:
         here, first = [], 0
         for part in self._parts:
             count = len(part.positions)
-            for check in part.edit.gate.checks if part.edit.gate else ():
-                if check.here:
-                    here.append((check, first, check.turn(part.positions[0]), count))
+            gate = part.edit.gate
+            if gate and gate.here:
+                here.append((gate, first, gate.turn(part.positions[0]), count))
             first += count
         if here:
             assert reader is not None

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from deployments.engine.gates import Gate
 from deployments.places.place import Point
 from deployments.points.token_choices import Tokens as Tokens
+from deployments.readouts.gates import Gate
 from deployments.readouts.values import Readout
 
 Kind = Literal["add", "add_norm", "scale", "project_out", "clamp", "replace", "feature"]

@@ -30,9 +30,7 @@ from deployments.engine.decoding.prompt_logprobs import PromptScores
 from deployments.engine.decoding.sampling import NO_TOKEN_LEFT, NOT_FINITE, check_sampling, choose
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
-from deployments.engine.gates import ThresholdCheck
 from deployments.engine.kv_memory import KvMemory
-from deployments.engine.read_values import SequenceReadouts, with_columns
 from deployments.engine.recovery import Recovery
 from deployments.engine.request import (
     GRAMMAR_TOO_COMPLEX,
@@ -44,7 +42,6 @@ from deployments.engine.request import (
     Logprob,
     MemoryUse,
     PromptLogprobs,
-    ReadoutRows,
     Request,
     Rows,
     StopReason,
@@ -58,6 +55,9 @@ from deployments.model import device_memory
 from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model
 from deployments.points.token_choices import resolve
+from deployments.readouts.gates import Gate
+from deployments.readouts.sequence import SequenceReadouts
+from deployments.readouts.spec import ReadoutRows
 
 MOST_BROKEN = 3  # consecutive failures of single requests by an assertion of the engine; the engine then ends
 
@@ -284,7 +284,7 @@ class Engine:
         sampling_state = SamplingState(request, self.model.eos, vocabulary)
         scores = PromptScores(request, vocabulary) if request.prompt_logprobs is not None else None
         seq = Sequence(request, text, sampling_state, recording, next(self._arrivals), scores)
-        seq.readouts = SequenceReadouts(request) if request.readouts else None
+        seq.readouts = SequenceReadouts(request.readouts, len(request.prompt)) if request.readouts else None
         return seq
 
     def _cancel(self, request_id: str, events: list[Event]) -> None:
@@ -326,7 +326,7 @@ class Engine:
             try:
                 captured = seq.recording.flush(lambda: seq.token_ids)  # noqa: B023 - called here or never
                 if captured is not None:
-                    captured = with_columns(captured, seq.request, seq.readouts)
+                    captured = _with_columns(captured, seq.readouts)
             except Exception as error:  # noqa: BLE001 - any error ends only this request's recording
                 seq.recording.give_up(_capture_failure(seq, error))
             else:
@@ -380,12 +380,12 @@ class Engine:
         grammar_state = seq.sampling_state.grammar_state
         return grammar_state is None or grammar_state.ready(lambda: self._inbox.put(_Compiled()))
 
-    def _stop(self, seq: Sequence, check: ThresholdCheck, position: int, events: list[Event]) -> None:
+    def _stop(self, seq: Sequence, gate: Gate, position: int, events: list[Event]) -> None:
         """End an answer at a row that met its `stop_when`; that row's token was sent already."""
         if not self._say_scores(seq, events):
             return
-        value = float(check.value) if check.value is not None else float("nan")
-        seq.stop_reason = StopReason(check.source.name, value, position)
+        value = float(gate.value) if gate.value is not None else float("nan")
+        seq.stop_reason = StopReason(gate.source.name, value, position)
         if text := seq.text.close(seq.tokens):
             self._say(seq, Delta(seq.request.id, (), text), events)
         self._finish(seq, "stop", events)
@@ -457,7 +457,7 @@ class Engine:
         captured, readouts = None, tuple[ReadoutRows, ...]()
         try:
             if seq.recording and reason in ("stop", "length"):
-                captured = with_columns(seq.recording.finish(seq.token_ids), seq.request, seq.readouts)
+                captured = _with_columns(seq.recording.finish(seq.token_ids), seq.readouts)
         except Exception as failed:  # noqa: BLE001 - as above: the request still gets its last event
             error = _capture_failure(seq, failed)
         try:
@@ -518,6 +518,13 @@ def _is_own_assertion(error: Exception) -> bool:
         return False
     names = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return names[-1].startswith("deployments.")
+
+
+def _with_columns(captured: Captured, readouts: SequenceReadouts | None) -> Captured:
+    """Add the values of readouts at the same tokens to recorded rows."""
+    if readouts is None or not captured.positions:
+        return captured
+    return captured._replace(values={**captured.values, **readouts.columns(captured.positions)})
 
 
 def _capture_failure(seq: Sequence, error: Exception) -> str:

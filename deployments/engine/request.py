@@ -17,8 +17,10 @@ from deployments.points.token_choices import Tokens
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
     from deployments.engine.decoding.guided import Grammar
     from deployments.engine.edits import Edit
-    from deployments.engine.gates import Gate, Source
     from deployments.places.place import Point
+    from deployments.readouts.gates import Gate
+    from deployments.readouts.sequence import ResolvedReadout
+    from deployments.readouts.spec import ReadoutRows
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -93,43 +95,6 @@ class LayerTokens(NamedTuple):
 
     top: Likeliest = ()
     targets: tuple[tuple[int, float, int], ...] = ()
-
-
-class ResolvedReadout(NamedTuple):
-    """A readout that a request asks for, found on the server.
-
-    Attributes:
-        source: The readout, and where it reads.
-        tokens: The tokens to compute it for.
-        top_k: For an autoencoder, how many features of each token to return; None for others.
-    """
-
-    source: Source
-    tokens: Tokens
-    top_k: int | None = None
-
-    @property
-    def width(self) -> int:
-        """How many values a row has."""
-        count = self.source.readout.count
-        return min(self.top_k, count) if self.top_k else count
-
-
-@dataclass(frozen=True)
-class ReadoutRows:
-    """Rows of a readout.
-
-    Attributes:
-        index: The readout's index in the request.
-        positions: The tokens' positions in prompt + generated, ascending.
-        values: The values of each row.
-        features: For an autoencoder, the feature indices of the values; None for others.
-    """
-
-    index: int
-    positions: Sequence[int]
-    values: list[list[float]]
-    features: list[list[int]] | None = None
 
 
 class StopReason(NamedTuple):

@@ -14,15 +14,15 @@ from deployments.engine.capture.ring import CaptureRing, places_of
 from deployments.engine.decoding.lens_reader import LensReader, LensRow
 from deployments.engine.decoding.prompt_logprobs import read, spans_of
 from deployments.engine.edit_plans import Plans, Span
-from deployments.engine.gates import ThresholdCheck
 from deployments.engine.kv_memory import KvMemory
-from deployments.engine.readouts import ReadoutReader, ReadSpan, Stacks
 from deployments.engine.request import LayerTokens
 from deployments.engine.scheduler import Piece
 from deployments.engine.sequence import Sequence as EngineSequence
 from deployments.model.kv_cache import TokenSpan
 from deployments.model.model import Model
 from deployments.places.place import Place
+from deployments.readouts.gates import Gate
+from deployments.readouts.reading import ReadoutReader, ReadSpan, Stacks
 
 
 class ForwardResult(NamedTuple):
@@ -38,7 +38,7 @@ class ForwardResult(NamedTuple):
     sequences: list[EngineSequence]
     logits: torch.Tensor
     lens: Mapping[int, tuple[LayerTokens, ...]] = MappingProxyType({})
-    stopped: Mapping[int, tuple[ThresholdCheck, int]] = MappingProxyType({})
+    stopped: Mapping[int, tuple[Gate, int]] = MappingProxyType({})
 
 
 class Runner:
@@ -67,7 +67,7 @@ class Runner:
         prompts = _prompt_lenses(pieces)
         lenses = self._lenses_of([*drawn, *(lens.row for lens in prompts)])
         readouts = ReadoutReader(
-            [ReadSpan(p.sequence.request, p.sequence.readouts, p.start, p.count, p.row, p.decides) for p in pieces],
+            [_read_span(piece) for piece in pieces],
             self._stacks,
         )
 
@@ -154,6 +154,11 @@ def _prompt_lenses(pieces: Sequence[Piece]) -> list[_PromptLens]:
         if (asked := piece.sequence.request.lens)
         for position in piece.sequence.lensed(piece.start, piece.start + piece.count)
     ]
+
+
+def _read_span(piece: Piece) -> ReadSpan:
+    seq, request = piece.sequence, piece.sequence.request
+    return ReadSpan(seq.readouts, request.gates, request.stop_when, piece.start, piece.count, piece.row, piece.decides)
 
 
 def _last_row(piece: Piece) -> int:

@@ -9,9 +9,9 @@ from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.decoding.prompt_logprobs import PromptScores
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
-from deployments.engine.read_values import SequenceReadouts
 from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request, StopReason
 from deployments.model.kv_cache import SequenceKv
+from deployments.readouts.sequence import SequenceReadouts
 
 RESERVED_TOKENS = 256  # tokens that a request must have memory for beyond its prompt; fewer if it requests fewer
 
@@ -122,7 +122,7 @@ class Sequence:
             firsts.append(self.recording.next_wanted)
         if self.scores:
             firsts.append(len(self.scores.logprobs))
-        firsts += [check.known for gate in request.gates for check in gate.checks if not check.here]
+        firsts += [gate.known for gate in request.gates if not gate.here]
         firsts += self.readouts.known if self.readouts else []
         if request.lens:
             firsts += [next(iter(self.lensed(0, prompt)), prompt)]

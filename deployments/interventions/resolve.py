@@ -13,12 +13,12 @@ import torch
 from deployments.engine.edits import Edit, FeatureChange, Kind, Norms, Report, Tokens
 from deployments.errors import RequestError
 from deployments.interventions.stored_tensors import FetchedTensors
-from deployments.interventions.used_readouts import UsedReadouts
 from deployments.places.place import Point
 from deployments.places.points import Points
 from deployments.points.capture import Features
 from deployments.points.interventions import Add, Change, ChangeFeature, Clamp, Intervention, ProjectOut, Replace, Scale
 from deployments.points.token_choices import Ends, Positions, TokenChoice, placed, resolve_ahead
+from deployments.readouts.resolver import ReadoutResolver
 
 
 class _Resolved(NamedTuple):
@@ -36,7 +36,7 @@ class EditResolver:
         device: torch.device,
         changes: Mapping[str, Intervention],
         fetched: FetchedTensors,
-        readouts: UsedReadouts | None = None,
+        readouts: ReadoutResolver | None = None,
         report: bool = False,
     ) -> None:
         """Look up all points and prepare all vectors.
@@ -54,7 +54,7 @@ class EditResolver:
                 field.
         """
         self._prepared = dict[str, _Resolved]()
-        self._readouts, self._report = readouts or UsedReadouts({}, {}), report
+        self._readouts, self._report = readouts or ReadoutResolver({}, {}), report
         for field, spec in changes.items():
             if isinstance(spec, ChangeFeature):
                 self._prepared[field] = _Resolved(spec, field, [self._feature(spec, field)])

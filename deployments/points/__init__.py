@@ -1,4 +1,4 @@
-"""Capture points as data: their names, and the request fields that record, change and read them.
+"""Capture points as data: their names, and the request fields that record and change them.
 
 Nothing here reads a stored file or imports Ray.
 """

@@ -15,6 +15,7 @@ from deployments.points.token_choices import Ends, TokenChoice, placed
 LAYERNORM_SITES = ("input_layernorm.output", "post_attention_layernorm.output")
 
 MOST_PROMPTS = 256  # of a request
+MOST_INLINE_VALUES = 200_000  # numbers of activations, or of readouts, in an answer
 
 
 def _distinct(numbers: list[int]) -> list[int]:

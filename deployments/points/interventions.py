@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from deployments.points.capture import Features, Heads
-from deployments.points.readouts import ReadoutName, When
 from deployments.points.strict import Strict
 from deployments.points.token_choices import TokenChoice
+from deployments.readouts.spec import Condition, ReadoutName
 
 MOST_NUMBERS = 1 << 20  # of a request's vectors, positions, features and heads together
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-3.4e38, le=3.4e38)]
@@ -32,7 +32,7 @@ class _Intervention(_Spec):
     tokens: TokenChoice = "all"
     features: Features | None = None
     heads: Heads | None = None
-    when: When | None = None
+    when: Condition | None = None
 
 
 class Add(_Intervention):
@@ -113,7 +113,7 @@ class ChangeFeature(_Spec):
     feature: int = Field(ge=0)
     value: Number | None = None
     tokens: TokenChoice = "all"
-    when: When | None = None
+    when: Condition | None = None
 
     @model_validator(mode="after")
     def _has_its_value(self) -> ChangeFeature:

@@ -1,5 +1,7 @@
 """Readouts: small functions of one point that a server computes for every token.
 
-`checks.py` turns an uploaded file into a checked definition, `values.py` computes on rows, and `saelens.py` reads the
-sparse autoencoders of SAELens. The fields of requests that use readouts are in `deployments.points`.
+`spec.py` has their description and the request's fields, `files.py` checks and stores uploaded files, `values.py`
+computes on rows, and `saelens.py` reads the sparse autoencoders of SAELens. In a replica, `cache.py` and `resolver.py`
+find what a request names; in its engine, `reading.py` reads forward passes, `sequence.py` collects a sequence's values,
+and `gates.py` decides which rows meet a condition.
 """

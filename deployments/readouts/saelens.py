@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from deployments.errors import RequestError
 from deployments.points.names import canonical
-from deployments.points.readouts import Normalization
+from deployments.readouts.spec import Normalization
 
 _ARCHITECTURES = {"standard": "relu", "gated": "gated", "topk": "topk", "jumprelu": "jumprelu"}
 _TRAINING = ("l1_coefficient", "l0_coefficient", "aux_loss_coefficient", "use_ghost_grads", "jumprelu_init_threshold")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from deployments.points.readouts import ReadoutSpec
-from deployments.readouts.checks import Definition
+from deployments.readouts.files import Definition
+from deployments.readouts.spec import ReadoutSpec
 from deployments.tiles import in_tiles
 
 DENSE_BYTES = 64 << 20  # of an autoencoder's float32 features computed at a time

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Rows
 from deployments.job import Job
-from deployments.messages import ChangedNorm, End, Message, Refusal, TokenLayers
-from deployments.replica.readout_messages import edit_reports, values_of
+from deployments.messages import ChangedNorm, EditReport, End, Message, Refusal, TokenLayers
 from deployments.replica.tickets import RunningChoice, Ticket
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
@@ -105,7 +104,7 @@ class Delivery:
             choice.lens.extend(self._token_texts.seen(delta.tokens, lens, delta.lens))
         if job.token_ids:
             choice.token_ids.extend(delta.tokens)
-        choice.readouts += values_of(choice.request, delta.readouts)
+        choice.readouts += delta.readouts
         choice.logprob += sum(one.logprob for one in delta.logprobs)
 
     def _written(self, event: Rows | Finished) -> None:
@@ -122,7 +121,7 @@ class Delivery:
                     for at in range(0, len(event.rest.text), SLICE):
                         choice.add(event.rest.text[at : at + SLICE])
                         await asyncio.sleep(0)  # for the events of other requests
-                choice.readouts += values_of(choice.request, event.readouts)
+                choice.readouts += event.readouts
                 choice.close()
                 ticket.say(choice)
             message = await self._last_message(ticket, choice, event)
@@ -149,7 +148,7 @@ class Delivery:
             "cached_tokens": event.cached,
         }
         said = choice.take_tokens() | more
-        said |= {"edits": tuple(edit_reports(choice.request.edits)), "stop_reason": event.stop_reason}
+        said |= {"edits": tuple(_edit_reports(choice.request.edits)), "stop_reason": event.stop_reason}
         return End(choice.index, reason, len(event.prompt), tokens, run, **said, likeliness=likeliness)
 
     def _prompt_lens(self, choice: RunningChoice, event: Finished) -> tuple[TokenLayers, ...]:
@@ -169,6 +168,16 @@ class Delivery:
         logger.error("request %s (%s) failed", ticket.job.id, ticket.job.request_id, exc_info=error)
         message = f"the server failed on request {ticket.job.request_id or ticket.job.id}; its log says why"
         ticket.messages.put_nowait(Refusal(message, None, "internal_error", 500))
+
+
+def _edit_reports(edits: Sequence[Edit]) -> Iterator[EditReport]:
+    """The reports of edits that have a gate or a report."""
+    for edit in edits:
+        lag = edit.gate.lag if edit.gate else None
+        if edit.report:
+            yield EditReport(edit.field, edit.point.name, lag, *edit.report.changed)
+        elif edit.gate:
+            yield EditReport(edit.field, edit.point.name, lag)
 
 
 def _norms(edits: Sequence[Edit]) -> Iterator[ChangedNorm]:

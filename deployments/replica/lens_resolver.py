@@ -7,28 +7,27 @@ from collections.abc import Callable, Sequence
 from deployments.engine.request import LensLayers, Request
 from deployments.errors import RequestError
 from deployments.places.points import Points
+from deployments.points.capture import MOST_INLINE_VALUES
 from deployments.points.logit_lens import LogitLens
 from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve_ahead
 
-NUMBERS_PER_ENTRY = 10  # an entry counts as this many numbers, because it is an object with text
+MOST_ENTRIES = MOST_INLINE_VALUES // 10  # of an answer; an entry is an object with text
 
 
 class LensResolver:
     """Resolves logit lens requests for one model."""
 
-    def __init__(self, points: Points, tokenize: Callable[[str], list[int]], vocabulary: int, limit: int) -> None:
+    def __init__(self, points: Points, tokenize: Callable[[str], list[int]], vocabulary: int) -> None:
         """Initialize the resolver.
 
         Args:
             points: The model's points.
             tokenize: Tokenizes a text without adding special tokens.
             vocabulary: The number of tokens of the model.
-            limit: The most numbers in one answer.
         """
         self._points = points
         self._tokenize = tokenize
         self._vocabulary = vocabulary
-        self._limit = limit
 
     def of(self, spec: LogitLens | None) -> LensLayers | None:
         """Resolve the layers, each once and in the model's order.
@@ -84,7 +83,7 @@ class LensResolver:
         return ids[0]
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Reject requests whose answer could exceed the limit.
+        """Reject requests whose answer could exceed `MOST_ENTRIES`.
 
         Args:
             requests: All choices of one job, which have the same lens.
@@ -102,9 +101,9 @@ class LensResolver:
         )
         each = lens.top_k + len(lens.targets) + (lens.last is not None)
         count = len(lens.layers) * each * tokens
-        if count * NUMBERS_PER_ENTRY > self._limit:
+        if count > MOST_ENTRIES:
             message = (
                 f"{each} tokens in each of {len(lens.layers)} layers at up to {tokens} positions are {count} entries; "
-                f"the limit is {self._limit // NUMBERS_PER_ENTRY}: request fewer, or set max_tokens"
+                f"the limit is {MOST_ENTRIES}: request fewer, or set max_tokens"
             )
             raise RequestError(message, "logit_lens", "logit_lens_too_large")

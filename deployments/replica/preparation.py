@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
@@ -16,17 +16,17 @@ from deployments.chat.response_format import ResponseFormats
 from deployments.chat.template import ChatFormat
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request
-from deployments.errors import naming
-from deployments.interventions.held_readouts import HeldReadouts
+from deployments.errors import RequestError, naming
 from deployments.interventions.resolve import EditResolver
 from deployments.interventions.stored_tensors import FetchedTensors, StoredTensors
-from deployments.interventions.used_readouts import UsedReadouts
 from deployments.job import Job
 from deployments.options import Options
-from deployments.points.capture import Capture
+from deployments.points.capture import MOST_INLINE_VALUES, Capture
+from deployments.points.interventions import ChangeFeature
+from deployments.readouts.cache import NamedReadout, ReadoutCache
+from deployments.readouts.resolver import ReadoutResolver
 from deployments.readouts.values import Readout
 from deployments.replica.lens_resolver import LensResolver
-from deployments.replica.readout_messages import check_size
 from deployments.replica.runs import Runs
 from deployments.replica.tickets import RunningChoice
 
@@ -67,13 +67,13 @@ class Preparation:
         self._pool = pool
         points = self._model.points
         self._response_formats = ResponseFormats(chat, self._model)
-        self._lens_resolver = LensResolver(points, prompts.plain_ids, self._model.vocabulary, options.max_inline_values)
-        self._stored_tensors = StoredTensors(points, store, reader, options.max_intervention_bytes)
-        self._readouts = HeldReadouts(
+        self._lens_resolver = LensResolver(points, prompts.plain_ids, self._model.vocabulary)
+        self._stored_tensors = StoredTensors(points, store, reader, options.max_request_tensor_bytes)
+        self._readouts = ReadoutCache(
             options.served_name,
             self._model.device,
             store,
-            options.max_readout_bytes,
+            options.max_request_tensor_bytes,
             pool,
             self._model.batch_invariant,
         )
@@ -92,23 +92,28 @@ class Preparation:
             RequestError: The job cannot be served.
         """
         fetched = await self._stored_tensors.fetch(job)
-        held = await self._readouts.fetch(job)
+        held = await self._readouts.fetch(job.id, _named_readouts(job))
         loop = asyncio.get_running_loop()
         choices = await loop.run_in_executor(self._pool, self._choices, job, fetched, held, streamed)
         await self._runs.check_room(job, [choice.request for choice in choices.values()])
         return choices
 
     async def check(self, job: Job) -> None:
-        """Reject a job without prompts whose captures or interventions do not fit the model.
+        """Reject a job without prompts whose captures, interventions, readouts or lens do not fit the model.
 
         Raises:
             RequestError: They do not fit.
         """
         with self.lending(job.id):
             fetched = await self._stored_tensors.fetch(job)
-            used = UsedReadouts.of(self._model.points, await self._readouts.fetch(job), job.readouts)
+            used = ReadoutResolver.of(
+                self._model.points, await self._readouts.fetch(job.id, _named_readouts(job)), job.readouts
+            )
+            if job.stop_when:
+                used.stop(job.stop_when, prompt=1)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pool, self._edit_resolver, job.all_changes, fetched, used)
+        self._lens_resolver.of(job.logit_lens)
         if job.capture:
             self._model.points.resolve(job.capture)
 
@@ -121,7 +126,7 @@ class Preparation:
             job.capture.check_prompts(len(prompts))
         points = self._model.points.resolve(job.capture) if job.capture else ()
         lens = self._lens_resolver.of(job.logit_lens)
-        used = UsedReadouts.of(self._model.points, held, job.readouts)
+        used = ReadoutResolver.of(self._model.points, held, job.readouts)
         resolver = self._edit_resolver(job.all_changes, fetched, used, job.report)
         grammars = [self._response_formats.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, RunningChoice] = {}
@@ -154,7 +159,7 @@ class Preparation:
         requests = [choice.request for choice in choices.values()]
         self._runs.check(requests)
         self._lens_resolver.check(requests)
-        check_size(requests, self._options.max_inline_values)
+        _check_readouts_size(requests)
         return choices
 
     def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:
@@ -187,3 +192,41 @@ class Preparation:
             streamed=streamed,
             owner=job.account.owner,
         )
+
+
+def _named_readouts(job: Job) -> dict[str, NamedReadout]:
+    """The readouts that a job's fields name."""
+    found = {one.name: f"readouts[{i}].name" for i, one in enumerate(job.readouts)}
+    fields = dict[str, str]()
+    for field, condition in job.conditions.items():
+        if condition.readout not in found:
+            message = f"the request does not use the readout {condition.readout!r}: name it in readouts"
+            raise RequestError(message, f"{field}.readout", "readout_not_used")
+        fields[f"{field}.readout"] = condition.readout
+    for field, spec in job.all_changes.items():
+        if isinstance(spec, ChangeFeature):
+            fields[f"{field}.sae"] = spec.sae
+    for field, name in fields.items():
+        if job.reader(found.setdefault(name, field)) != job.reader(field):
+            message = f"the preset's readout {name!r} is another one than that of {found[name]}: leave out one of them"
+            raise RequestError(message, field, "readout_not_used")
+    return {name: NamedReadout(field, job.reader(field)) for name, field in found.items()}
+
+
+def _check_readouts_size(requests: Sequence[Request]) -> None:
+    """Reject requests whose answer could have more numbers than `MOST_INLINE_VALUES`.
+
+    Raises:
+        RequestError: It could have more.
+    """
+    count = 0
+    for request in requests:
+        most = len(request.prompt) + request.max_tokens
+        for one in request.readouts:
+            count += len(one.tokens.of(most)) * one.width * (2 if one.top_k else 1)
+    if count > MOST_INLINE_VALUES:
+        message = (
+            f"up to {count} numbers would be returned; the limit is {MOST_INLINE_VALUES}: choose fewer tokens, or set "
+            "max_tokens"
+        )
+        raise RequestError(message, "readouts", "readouts_too_large")

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -119,8 +119,6 @@ class ModelReplica:
             return [message async for gathered in items for message in gathered]
 
     async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
-        if job.default_capture and not self._options.savepoints:
-            job = replace(job, capture=job.default_capture, profile_captures=True)
         with self._requests.measure(job, streamed) as meter, self._preparation.lending(job.id):
             deadline = asyncio.get_running_loop().time() + self._options.request_timeout_s
             ticket = await self._admitted(job, streamed, deadline)
@@ -207,7 +205,7 @@ class ModelReplica:
 
     async def check_readout(self, point: str, hidden: int) -> dict[str, Any] | Refusal:
         """Empty if a readout of `hidden` entries fits a point of the model; otherwise the refusal."""
-        from deployments.interventions.used_readouts import point_of
+        from deployments.readouts.resolver import point_of
 
         try:
             point_of(self._model.points, point, hidden, "spec.point")

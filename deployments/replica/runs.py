@@ -25,6 +25,7 @@ from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.model.model import Model
 from deployments.options import Options
+from deployments.points.capture import MOST_INLINE_VALUES
 from deployments.points.interventions import as_sent
 from deployments.replica.open_run import OpenRun, chosen_tokens, recordable
 from deployments.replica.run_calls import RunCalls
@@ -89,10 +90,10 @@ class Runs:
                 "record fewer, or all tokens"
             )
             raise RequestError(message, "capture.tokens", "capture_too_large")
-        count, limit = sum(map(numbers.of, rows)), self._options.max_inline_values
-        if capture.destination == "inline" and count > limit:
+        count = sum(map(numbers.of, rows))
+        if capture.destination == "inline" and count > MOST_INLINE_VALUES:
             message = (
-                f"up to {count} numbers would be returned inline; the limit is {limit}: capture "
+                f"up to {count} numbers would be returned inline; the limit is {MOST_INLINE_VALUES}: capture "
                 "less, or return by reference"
             )
             raise RequestError(message, "capture.return", "capture_too_large")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.engine.request import Request
 from deployments.job import Job
-from deployments.messages import CallPart, Message, Piece, ReadoutValues, TokenLayers, TokenLogprob
+from deployments.messages import CallPart, Message, Piece, TokenLayers, TokenLogprob
+from deployments.readouts.spec import ReadoutRows
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
     from deployments.chat.prompts import Echo
@@ -51,7 +52,7 @@ class RunningChoice:
     lens: list[TokenLayers] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
-    readouts: list[ReadoutValues] = field(default_factory=list)
+    readouts: list[ReadoutRows] = field(default_factory=list)
     logprob: float = 0.0
     ended: bool = False
 

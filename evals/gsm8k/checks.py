@@ -3,6 +3,7 @@
 from typing import Any
 
 from deployments.demo_model.calculator import TOOL
+from deployments.points.capture import MOST_INLINE_VALUES
 from evals.config import Config, EvalError
 from evals.results.provenance import Facts
 from evals.server.server_queries import refused
@@ -46,13 +47,12 @@ def _check_room(config: Config, record: Facts) -> None:
 
 def _check_readouts(config: Config, record: Facts) -> None:
     """Refuse readouts whose values at all new tokens are more numbers than the server puts into an answer."""
-    limit = (record["server"].get("options") or {}).get("max_inline_values")
     width = sum(one.get("values") or 1 for one in (record["readouts"] or {}).values())  # numbers of a token
-    if isinstance(limit, int) and (count := width * config.max_tokens) > limit:
-        lower = f", or lower --max-tokens to {limit // width}" if limit >= width else ""
+    if (count := width * config.max_tokens) > MOST_INLINE_VALUES:
+        lower = f", or lower --max-tokens to {MOST_INLINE_VALUES // width}" if width <= MOST_INLINE_VALUES else ""
         raise EvalError(
-            f"--readouts: {width} values of each of --max-tokens {config.max_tokens} are {count} numbers, and the "
-            f"server's max_inline_values is {limit}: name fewer readouts{lower}"
+            f"--readouts: {width} values of each of --max-tokens {config.max_tokens} are {count} numbers, and an "
+            f"answer may have {MOST_INLINE_VALUES}: name fewer readouts{lower}"
         )
 
 

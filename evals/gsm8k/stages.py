@@ -23,7 +23,7 @@ from evals.gsm8k.progress import Progress
 from evals.gsm8k.screen import not_stored, render, where
 from evals.gsm8k.smoke import smoke
 from evals.gsm8k.summary import conclude, summarize
-from evals.results.provenance import MAY_DIFFER, Facts, changed, default_profile, facts, sampled_as_the_model
+from evals.results.provenance import MAY_DIFFER, Facts, changed, default_preset, facts, sampled_as_the_model
 from evals.results.results import Results, check_new, read_json, read_samples, write_views
 from evals.server.answers import RequestFailed
 from evals.server.server_process import serving, tail_of, wait
@@ -110,7 +110,7 @@ def _with_server(config: Config) -> int:
             if "generate" in config.stages:
                 incomplete = generate(work, results)
                 with suppress(RequestFailed):  # the server may be gone by now: then nothing more is known
-                    results.note_profile(default_profile(work.config))
+                    results.note_preset(default_preset(work.config))
     if "report" in config.stages:
         with _stage("report", config):
             if not asks:

@@ -129,10 +129,10 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
 def _reasons(incomplete: str | None, missing: int, conditions: Conditions, facts: Facts) -> list[str]:
     """Why an evaluation is not complete."""
     reasons = [incomplete] if incomplete else [f"{missing} samples are missing"] * bool(missing)
-    if len(profiles := sum((tally.profiles for tally in conditions.values()), Counter[str]())) > 1:
-        reasons.append(f"answers were made with several intervention profiles: {', '.join(sorted(profiles))}")
+    if len(presets := sum((tally.presets for tally in conditions.values()), Counter[str]())) > 1:
+        reasons.append(f"answers were made with several presets: {', '.join(sorted(presets))}")
     if "interventions_after" in facts:
-        reasons.append("the server's default intervention profile was changed meanwhile")
+        reasons.append("the server's default preset was changed meanwhile")
     if unrewarded := sum(tally.unrewarded for tally in conditions.values()):
         reasons.append(f"{unrewarded} answers have no reward")
     return reasons

@@ -124,7 +124,7 @@ async def _score(
 
     async def one(prompt: Prompt, features: Sequence[int]) -> tuple[float, int]:
         body: Record = {"model": model, "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
-        body["intervention_profile"] = "none"
+        body["preset"] = "none"
         if features:
             part = {"index": list(features)}
             body["interventions"] = [{"op": "zero", "point": point, "features": part} for point in points]

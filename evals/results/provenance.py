@@ -33,7 +33,7 @@ Facts = dict[str, Any]
 SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server must report again if it did before
     "model.revision": lambda facts: facts["model"].get("revision"),
     "model.structure": lambda facts: facts["model"].get("structure"),
-    # Of a server that has the route this is never None: a default profile that is set in the middle shows.
+    # Of a server that has the route this is never None: a default preset that is set in the middle shows.
     "interventions": lambda facts: facts.get("interventions"),
     "interventions.readouts": lambda facts: facts.get("gates"),
     "server.readouts": lambda facts: facts.get("readouts"),
@@ -60,7 +60,7 @@ def facts(config: Config, prompts: Prompts, path: Path, chosen: ChosenProblems) 
         "git": checkout(),
         "model": model,
         "server": server,
-        "interventions": default_profile(config),
+        "interventions": default_preset(config),
         "gates": _gates(config),
         "readouts": installed(config.base_url, config.model, config.readouts),
         "prompts": prompts.record(),
@@ -209,18 +209,18 @@ def _named(value: Any) -> Iterator[str]:
         yield from _named(inner)
 
 
-def default_profile(config: Config) -> Facts | None:
-    """The profile of interventions that the server applies by default to the model; None where it has no profiles."""
+def default_preset(config: Config) -> Facts | None:
+    """The preset that the server applies by default to the model; None where it has no presets."""
     listed = ask_json(f"{config.base_url}/interventions", {"limit": "1000"}, is_absent)
-    profiles = (listed or {}).get("data")
-    if not isinstance(profiles, list):
+    presets = (listed or {}).get("data")
+    if not isinstance(presets, list):
         return None
-    own = (one for one in profiles if isinstance(one, dict) and one.get("default"))
+    own = (one for one in presets if isinstance(one, dict) and one.get("default"))
     default = next((one for one in own if one.get("model") == config.model), None)
     if default is None:
         return {"default": None}
     body = ask_json(f"{config.base_url}/interventions/{default.get('name')}") or {}
-    # By its name comes the key's own profile, if there is one; `created` tells the defaults of a name apart.
+    # By its name comes the key's own preset, if there is one; `created` tells the defaults of a name apart.
     return {"default": (body if body.get("default") else {}) | default}
 
 

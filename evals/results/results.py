@@ -114,8 +114,8 @@ class Results(AbstractContextManager["Results"]):
         self._lines.write(_line(dataset_row(sample)))
         self._lines.flush()
 
-    def note_profile(self, default: Facts | None) -> None:
-        """Writes into config.json the server's default profile after the answers, where it is another than before."""
+    def note_preset(self, default: Facts | None) -> None:
+        """Writes into config.json the server's default preset after the answers, where it is another than before."""
         path = self.directory / "config.json"
         facts = read_json(path)
         if default is not None and default != facts.get("interventions"):  # None: the server does not say it

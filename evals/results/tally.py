@@ -28,7 +28,7 @@ class ConditionTally:
             rule: the run's, which decides what is correct.
         """
         self.correct: defaultdict[str, list[bool]] = defaultdict(list)  # by problem; failed ones are not in it
-        self.profiles: Counter[str] = Counter()  # of interventions, by name, that answers were made with
+        self.presets: Counter[str] = Counter()  # by name, that answers were made with
         self.outcomes: Counter[str] = Counter()
         self.unrewarded = 0  # samples that count and have no reward, because a function failed
         self._rule: Rule = rule
@@ -48,7 +48,7 @@ class ConditionTally:
         self._counts["prompt"] += sample.prompt_tokens
         self._counts["completion"] += sample.completion_tokens
         self._counts["reasoning"] += sum(turn.reasoning_tokens for turn in sample.turns)
-        self.profiles.update(turn.profile or "none" for turn in sample.turns)
+        self.presets.update(turn.preset or "none" for turn in sample.turns)
         self.unrewarded += sample.outcome != "failed" and sample.reward is None
         if sample.correct is None:
             return
@@ -98,7 +98,7 @@ class ConditionTally:
             "prompt_tokens": self._counts["prompt"],
             "completion_tokens": self._counts["completion"],
             "reasoning": {"samples": self._counts["thought"], "tokens": self._counts["reasoning"]},
-            "profiles": dict(self.profiles),
+            "presets": dict(self.presets),
             "completion_tokens_per_sample": {
                 "mean": tokens / len(self._tokens) if self._tokens else None,
                 **quantiles(self._tokens),

@@ -26,8 +26,8 @@ from evals.server.answers import (
 from evals.server.keys import headers
 from evals.server.outage import Clock, Outage
 
-PROFILE = "X-Intervention-Profile"  # header of an answer that a profile changed, and its name among the answer's fields
-KEPT_HEADERS = ("Content-Type", "Retry-After", "Content-Range", PROFILE)  # headers that anything hangs on
+PRESET = "X-Vitrine-Preset"  # header of an answer that a preset changed, and the preset among the answer's fields
+KEPT_HEADERS = ("Content-Type", "Retry-After", "Content-Range", PRESET)  # headers that anything hangs on
 MAX_WAIT_S = 30.0  # seconds between two attempts, unless the server names a time
 MAX_DOUBLINGS = 8  # of the waits between attempts, more than any needs to be its longest
 SETTLED_S = 0.01  # seconds after the end of an outage at which it is surely over
@@ -283,4 +283,4 @@ def _completion(response: httpx.Response) -> dict[str, Any]:
         body["choices"][0]["message"]["role"]
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise RequestFailed(f"not a chat completion: {response.text[:200]!r}") from error
-    return body | ({PROFILE: response.headers[PROFILE]} if PROFILE in response.headers else {})
+    return body | ({PRESET: response.headers[PRESET]} if PRESET in response.headers else {})

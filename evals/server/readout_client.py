@@ -11,7 +11,7 @@ from evals.server.server_queries import ask_json, is_closed
 RECORDED_FIELDS = ("id", "model", "point", "activation", "labels", "values")  # of a readout, what config.json keeps
 
 
-class Readings(BaseModel):
+class ReadoutValues(BaseModel):
     """The values of a turn's generated tokens.
 
     Attributes:
@@ -50,7 +50,7 @@ def fields(names: Iterable[str]) -> dict[str, Any]:
     return {"readouts": asked, "logprobs": True} if asked else {}
 
 
-def readings(choice: dict[str, Any]) -> Readings | None:
+def values_of(choice: dict[str, Any]) -> ReadoutValues | None:
     """What a choice of a chat's answer has of them; None where it has nothing."""
     answered = choice.get("readouts")
     if not answered:
@@ -59,4 +59,4 @@ def readings(choice: dict[str, Any]) -> Readings | None:
     # Half an emoji is no text.
     tokens = [str(entry["token"]).encode("utf-8", "replace").decode() for entry in entries]
     values = {name: one.get("generated", {}).get("values", []) for name, one in answered.items()}
-    return Readings(tokens=tokens, values=values)
+    return ReadoutValues(tokens=tokens, values=values)

@@ -12,8 +12,8 @@ from evals.activations_meta import runs_of
 from evals.config import Config, Mode
 from evals.scoring import RULES, Rule, Score, score
 from evals.server.answers import AnswerLate, RequestFailed
-from evals.server.client import PROFILE
-from evals.server.readout_client import Readings, readings
+from evals.server.client import PRESET
+from evals.server.readout_client import ReadoutValues, values_of
 from evals.task import steering
 from evals.task.prompts import Prompts
 from evals.task.text_tools import read_call
@@ -41,8 +41,8 @@ class Turn(BaseModel):
     completion_tokens: int
     reasoning_tokens: int = 0  # of the new tokens, where the server counts them
     latency_s: float  # retries included
-    profile: str | None = None  # of interventions, that the server used
-    readouts: Readings | None = None
+    preset: str | None = None  # that the server used
+    readouts: ReadoutValues | None = None
     activations: dict[str, Any] | None  # activations_meta as the server gave it
 
 
@@ -249,8 +249,8 @@ async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, 
         reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0,
         latency_s=time.perf_counter() - clock,
         activations=answer.get("activations_meta"),
-        profile=answer.get(PROFILE),
-        readouts=readings(choice),
+        preset=answer.get(PRESET),
+        readouts=values_of(choice),
     )
     # Only these go back in the next turn: the server refuses fields it does not know.
     message = {"role": "assistant", "content": choice["message"].get("content")}

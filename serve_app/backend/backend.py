@@ -17,18 +17,17 @@ from deployments.activations.filters import FilePart, Filter
 from deployments.client_code.board import connect as board
 from deployments.job import Job
 from deployments.options import Options
-from deployments.points.profiles import Profile
-from serve_app.backend.client_data import Tensors
+from serve_app.backend.client_data import Readouts, Tensors
 from serve_app.backend.code_jobs import CodeJobs
 from serve_app.backend.model_loader import Loader
 from serve_app.backend.model_registry import Models
-from serve_app.backend.profile_registry import Profiles
+from serve_app.backend.preset_registry import Presets
 from serve_app.backend.prometheus import NodeMetrics
-from serve_app.backend.readout_registry import Readouts
 from serve_app.backend.waiting import stored
 from serve_app.http.errors import UNAVAILABLE, ApiError
 from serve_app.http.paging import first_page
 from serve_app.http.ranges import Read
+from serve_app.schemas.presets import PresetBody
 
 logger = logging.getLogger("ray.serve")
 
@@ -40,7 +39,7 @@ class Backend:
         models: The served models.
         loader: Loads and unloads further models.
         jobs: Clients' code; None if the operator does not allow it.
-        profiles: Profiles of capture and interventions.
+        presets: Fields of requests under names.
         tensors: Clients' safetensors files.
         readouts: Clients' readouts.
         metrics: Prometheus text of all nodes.
@@ -58,9 +57,9 @@ class Backend:
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
         self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
-        self.profiles = Profiles(store)
-        self.tensors = Tensors(store, options.max_tensor_store_bytes)
-        self.readouts = Readouts(store, self.models, options.max_readout_store_bytes)
+        self.presets = Presets(store)
+        self.tensors = Tensors(store, options.max_client_store_bytes)
+        self.readouts = Readouts(store, self.models, options.max_client_store_bytes)
         self.metrics = NodeMetrics(_exporters)
         self._store = store
         self._reader = reader
@@ -160,22 +159,30 @@ class Backend:
                 return None
         return replace(job, attempt=job.attempt + 1)
 
-    async def keep_profile(self, account: Account, profile: Profile) -> dict[str, Any]:
-        """Store a profile; if its model is served, the profile must fit the model.
+    async def keep_preset(self, account: Account, preset: PresetBody) -> dict[str, Any]:
+        """Store a preset; if its model is served, the preset must fit the model.
 
         Args:
             account: The owner's account.
-            profile: The profile.
+            preset: The preset.
 
         Raises:
             RequestError: It is too large, there are too many, or only an admin may change a default.
-            ApiError: The model has no such point; 503.
+            ApiError: The model has no such point, or there is no such tensor or readout; 503.
         """
-        model = self.models.get(profile.model) if profile.model else None
+        model = self.models.get(preset.model) if preset.model else None
         if model and model.up:
-            specs = tuple(profile.interventions or ())
-            await model.check(Job(uuid.uuid4().hex, account, capture=profile.capture, interventions=specs))
-        return await self.profiles.put(account, profile)
+            job = Job(
+                uuid.uuid4().hex,
+                account,
+                capture=preset.capture,
+                interventions=tuple(preset.interventions or ()),
+                readouts=tuple(preset.readouts or ()),
+                stop_when=preset.stop_when,
+                logit_lens=preset.logit_lens,
+            )
+            await model.check(job)
+        return await self.presets.put(account, preset)
 
 
 async def _exporters() -> list[str]:

@@ -24,7 +24,7 @@ import serve_app.http.body_process as body_process
 from deployments.errors import RequestError
 from serve_app.http.body_process import SIZE, SIZES
 from serve_app.http.errors import ApiError
-from serve_app.http.parsing import parsed
+from serve_app.http.parsing import Below, parsed
 
 MOST_AT_ONCE = 16 << 10  # bytes that the event loop parses itself, which takes a few milliseconds at most
 PROCESSES = 2
@@ -46,13 +46,14 @@ class Bodies:
         self._places = asyncio.Semaphore(PROCESSES)
         self._threads = ThreadPoolExecutor(PROCESSES, "bodies")  # they wait for the processes
 
-    async def read(self, kind: type[BaseModel], raw: bytes, owner: str | None) -> BaseModel:
+    async def read(self, kind: type[BaseModel], raw: bytes, owner: str | None, below: Below | None = None) -> BaseModel:
         """Parse a body into an object of this kind.
 
         Args:
             kind: The schema.
             raw: The JSON text.
             owner: The sender; None on a server without keys.
+            below: Fields for those that the body leaves out.
 
         Raises:
             RequestError: It does not match the schema.
@@ -60,7 +61,7 @@ class Bodies:
                 takes too long or has ended.
         """
         if len(raw) <= MOST_AT_ONCE:
-            return parsed(kind, raw)
+            return parsed(kind, raw, below)
         if self._waiting[owner] > MOST_WAITING:
             message = f"{MOST_WAITING} of your large requests are waiting; retry after one completes"
             raise ApiError(429, message, code="server_busy")
@@ -68,7 +69,7 @@ class Bodies:
         self._waiting[owner] += 1
         try:
             async with turn, self._places:
-                found = await self._elsewhere(kind, raw)
+                found = await self._elsewhere(kind, raw, below)
         finally:
             self._waiting[owner] -= 1
             self._waiting += Counter()  # drops counts of 0
@@ -81,12 +82,12 @@ class Bodies:
         while self._idle:
             self._idle.pop().close()
 
-    async def _elsewhere(self, kind: type[BaseModel], raw: bytes) -> BaseModel | RequestError:
+    async def _elsewhere(self, kind: type[BaseModel], raw: bytes, below: Below | None) -> BaseModel | RequestError:
         process = self._idle.pop() if self._idle else _Process()
         try:
             async with asyncio.timeout(LIMIT_S):
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._threads, process.parsed, kind, raw)
+                found = await loop.run_in_executor(self._threads, process.parsed, kind, raw, below)
         except BaseException as error:  # also if the client disconnects: the process must not continue with its body
             process.end()
             if isinstance(error, TimeoutError):
@@ -107,7 +108,7 @@ class _Process:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = False
 
-    def parsed(self, kind: type[BaseModel], raw: bytes) -> BaseModel | RequestError:
+    def parsed(self, kind: type[BaseModel], raw: bytes, below: Below | None) -> BaseModel | RequestError:
         """The parsed object, or the error. Blocks.
 
         Raises:
@@ -118,7 +119,7 @@ class _Process:
             self._process = self._process or _started()
             if self._ended:  # while it started
                 raise EOFError
-            return _answer(self._process, kind, raw)
+            return _answer(self._process, kind, raw, below)
         except (EOFError, OSError):
             self.close()
             raise
@@ -147,12 +148,14 @@ def _started() -> subprocess.Popen[bytes]:
     )
 
 
-def _answer(process: subprocess.Popen[bytes], kind: type[BaseModel], raw: bytes) -> BaseModel | RequestError:
+def _answer(
+    process: subprocess.Popen[bytes], kind: type[BaseModel], raw: bytes, below: Below | None
+) -> BaseModel | RequestError:
     asked, answered = process.stdin, process.stdout
     assert asked is not None
     assert answered is not None
-    name = f"{kind.__module__}:{kind.__name__}".encode()
-    asked.write(SIZES.pack(len(name), len(raw)) + name)
+    wanted = pickle.dumps((kind.__module__, kind.__name__, below))
+    asked.write(SIZES.pack(len(wanted), len(raw)) + wanted)
     asked.write(raw)
     asked.flush()
     head = answered.read(SIZE.size)

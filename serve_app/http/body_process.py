@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-SIZES = struct.Struct("<QQ")  # bytes of the kind's name and of the body
+SIZES = struct.Struct("<QQ")  # bytes of the pickled kind's name and `Below`, and of the body
 SIZE = struct.Struct("<Q")  # bytes of the answer
 
 
@@ -27,14 +27,14 @@ def without_ray(package: str) -> None:
     sys.modules[package] = module
 
 
-def answer(name: bytes, raw: bytes) -> bytes:
+def answer(asked: bytes, raw: bytes) -> bytes:
     """The pickled object, or the `RequestError` with the reason."""
     from deployments.errors import RequestError
     from serve_app.http.parsing import parsed
 
-    module, _, kind = name.decode().partition(":")
+    module, kind, below = pickle.loads(asked)  # noqa: S301, of the server
     try:
-        found: Any = parsed(getattr(importlib.import_module(module), kind), raw)
+        found: Any = parsed(getattr(importlib.import_module(module), kind), raw, below)
     except RequestError as error:
         found = error
     return pickle.dumps(found, pickle.HIGHEST_PROTOCOL)
@@ -43,8 +43,8 @@ def answer(name: bytes, raw: bytes) -> bytes:
 def serve(asked: IO[bytes], answered: IO[bytes]) -> None:
     """Answer until the input ends."""
     while head := asked.read(SIZES.size):
-        name, raw = (asked.read(size) for size in SIZES.unpack(head))
-        result = answer(name, raw)
+        wanted, raw = (asked.read(size) for size in SIZES.unpack(head))
+        result = answer(wanted, raw)
         answered.write(SIZE.pack(len(result)) + result)
         answered.flush()
 

@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import jiter
 from pydantic import BaseModel, ValidationError
@@ -19,8 +19,38 @@ MOST_PATH = 1024  # characters; keys are chosen by the client
 NO_TEXT = "the text holds half of a surrogate pair"
 
 
-def parsed(kind: type[M], raw: bytes) -> M:
+class Below(NamedTuple):
+    """Fields that are merged below those of a body.
+
+    Attributes:
+        header: Those of a header; they come before the preset's.
+        preset: Those of a preset; its `interventions` precede the request's own.
+        by_default: Whether the request does not name the preset, whose `capture` then needs `store_activations`.
+    """
+
+    header: Mapping[str, Any]
+    preset: Mapping[str, Any]
+    by_default: bool = False
+
+    def merged(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """All fields. A field that is null counts as left out."""
+        own = {**self.header, **{name: value for name, value in body.items() if value is not None}}
+        found = {**self.preset, **own}
+        if first := self.preset.get("interventions"):
+            found["interventions"] = [*first, *(own.get("interventions") or ())]
+        records = found.get("store_activations")
+        if "capture" not in own and (records is False or (self.by_default and not records)):
+            found.pop("capture", None)
+        return found
+
+
+def parsed(kind: type[M], raw: bytes, below: Below | None = None) -> M:
     """Parse a JSON text into an object of this kind.
+
+    Args:
+        kind: The schema.
+        raw: The JSON text.
+        below: Fields for those that it leaves out.
 
     Raises:
         RequestError: It is not JSON in UTF-8, repeats a field of an object, or has too many lists and objects; or names
@@ -30,11 +60,26 @@ def parsed(kind: type[M], raw: bytes) -> M:
         values = _values(raw.removeprefix(codecs.BOM_UTF8))
         if raw.count(b"[") + raw.count(b"{") > MOST_NESTED:  # many of them may be inside strings
             _check_nested(values)
-        return kind.model_validate(values)
+        return kind.model_validate(below.merged(values) if below else values)
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False), kind) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply", None, "invalid_json") from None
+
+
+def json_object(raw: bytes, field: str) -> dict[str, Any]:
+    """Parse a JSON object that is not the body.
+
+    Raises:
+        RequestError: It is none; names the field.
+    """
+    try:
+        value = jiter.from_json(raw, catch_duplicate_keys=True)
+    except ValueError as error:
+        raise RequestError(f"not valid JSON: {error}", field, "invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("send a JSON object", field)
+    return value
 
 
 def _check_nested(values: Any) -> None:

@@ -128,7 +128,7 @@ export function view(app) {
       const row = Math.max(0, Math.min(Math.floor((event.offsetY / large.clientHeight) * count), count - 1));
       if (strip.pinned < 0 && row !== looked) look(row + drawn.first);
     });
-    const cut = drawn.first ? h("p", { class: "from" }, `The patterns of the last ${count} tokens: those of all ${drawn.ids.length} do not fit into an answer (max_inline_values).`) : null;
+    const cut = drawn.first ? h("p", { class: "from" }, `The patterns of the last ${count} tokens: those of all ${drawn.ids.length} do not fit into an answer.`) : null;
     const figure = h("figure", {}, h("div", { class: "large" }, large, mark), h("figcaption", {}, "Down: the token that looks. Across: the tokens that it looks at."));
     shown.replaceChildren(
       ...[cut, h("div", { class: "heads" }, ...smalls), title, legend(ATTENTION), said, h("div", { class: "beside" }, figure, strip)].filter(Boolean),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Body, Request
+from fastapi import APIRouter, Body, Depends, Header, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 import serve_app.openapi_examples as examples
@@ -17,16 +16,34 @@ from deployments.accounts import Account
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.messages import Message
-from deployments.points.capture import Capture
 from serve_app.answers import Answer, Kind
 from serve_app.backend.backend import Backend
+from serve_app.backend.preset_registry import ChosenPreset
 from serve_app.http.bodies import JsonRoute
+from serve_app.http.parsing import Below, json_object
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
-from serve_app.routes.headers import ByHeaders, Named
 from serve_app.schemas.generation import ChatRequest, CompletionRequest, Generation
 
-PROFILE = "X-Intervention-Profile"  # of an answer: the profile that was used, which may be a default
+PRESET = "X-Vitrine-Preset"  # of a request: the preset to use; of an answer: the one that was used
+FIELDS = "X-Vitrine-Body"
+
+G = TypeVar("G", bound=Generation)
+
+
+async def _fields(
+    preset: Annotated[str | None, Header(alias=PRESET, max_length=256, description="The field `preset`.")] = None,
+    fields: Annotated[
+        str | None,
+        Header(alias=FIELDS, max_length=1 << 15, description="A JSON object of fields; those of the body override it."),
+    ] = None,
+) -> dict[str, Any]:
+    found = {} if preset is None else {"preset": preset}
+    return found | ({} if fields is None else json_object(fields.encode("latin-1"), FIELDS))
+
+
+HeaderFields = Annotated[dict[str, Any], Depends(_fields)]
+"""Fields that headers add, for clients whose bodies cannot be changed."""
 
 
 openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=JsonRoute)
@@ -41,16 +58,16 @@ async def chat(
     request: Request,
     backend: AppBackend,
     who: CallerAccount,
-    named: ByHeaders,
+    by_headers: HeaderFields,
 ) -> Response:
     """Answer a chat, streamed or whole, and record activations if `capture` or `store_activations` asks for it."""
+    body, preset = await _merged(body, request, backend, who, by_headers)
     limit, name = body.limit
-    job = await _job(
+    job = _job(
         body,
         request,
-        backend,
         who,
-        named,
+        preset,
         messages=[message.spoken for message in body.messages],
         tools=body.callable_tools,
         must_call=body.must_call,
@@ -69,15 +86,15 @@ async def completions(
     request: Request,
     backend: AppBackend,
     who: CallerAccount,
-    named: ByHeaders,
+    by_headers: HeaderFields,
 ) -> Response:
     """Continue one prompt or several, streamed or whole, and record activations if the request asks for it."""
-    job = await _job(
+    body, preset = await _merged(body, request, backend, who, by_headers)
+    job = _job(
         body,
         request,
-        backend,
         who,
-        named,
+        preset,
         prompts=body.prompts,
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
@@ -87,13 +104,30 @@ async def completions(
     return await _answer("completion", body, job, backend, prompts=len(body.prompts))
 
 
-async def _job(
-    body: Generation, request: Request, backend: Backend, who: Account, by_headers: Named, **own: Any
-) -> Job:
-    storing = body.store_activations
-    if storing is None and by_headers.tags is not None:  # a request with tags is recorded
-        storing = True
-    job = Job(
+async def _merged(
+    body: G, request: Request, backend: Backend, who: Account, by_headers: dict[str, Any]
+) -> tuple[G, ChosenPreset | None]:
+    """The body with the fields that headers and its preset add, and the preset."""
+    state, name = request.app.state, body.preset or body.intervention_profile
+    if by_headers:
+        body = await state.bodies.read(type(body), await request.body(), who.owner, Below(by_headers, {}))
+    preset = await backend.presets.chosen(who, name or body.preset or body.intervention_profile, body.model)
+    if preset is None:
+        return body, None
+    below = Below(by_headers, preset.fields, preset.by_default)
+    try:
+        whole = await state.bodies.read(type(body), await request.body(), who.owner, below)
+    except RequestError as error:
+        message = f"with the preset {preset.name!r}: {error.message}"
+        raise RequestError(message, error.field, error.code, error.status) from error
+    own = {name for name in body.model_fields_set if getattr(body, name) is not None}
+    fields = {name: value for name, value in preset.fields.items() if name == "interventions" or name not in own}
+    return whole, preset._replace(fields=fields)
+
+
+def _job(body: Generation, request: Request, who: Account, preset: ChosenPreset | None, **own: Any) -> Job:
+    used = preset.fields if preset else {}
+    return Job(
         id=uuid.uuid4().hex,  # names what it records: a client could choose another's X-Request-Id
         account=who,
         request_id=request.state.request_id,
@@ -104,33 +138,26 @@ async def _job(
         ignore_eos=body.ignore_eos,
         token_ids=bool(body.return_token_ids),
         schema=body.enforced_schema,
-        capture=body.capture or (Capture() if storing else None),
+        capture=body.recorded,
         interventions=tuple(body.interventions or ()),
         variants=tuple(map(tuple, body.variants or ())),
         logit_lens=body.logit_lens,
         readouts=tuple(body.readouts or ()),
         stop_when=body.stop_when,
         report=body.report,
-        session_id=body.session_id or by_headers.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",
+        preset=preset.name if preset else None,
+        preset_fields=frozenset(used.keys() - {"interventions"}),
+        preset_interventions=len(used.get("interventions") or ()),
+        preset_account=preset.account if preset else who,
+        session_id=body.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",
         **own,
     )
-    job = await backend.profiles.applied(job, body.intervention_profile, body.model, body.capture, storing)
-    if job.capture is None and storing is not False and any(one.store for one in job.readouts):
-        job = replace(job, capture=Capture.model_construct(points=[]))  # without points: only readouts are recorded
-    job = by_headers.tagged(job)
-    if job.capture and body.sequences > body.choices:
-        message = (
-            "with a profile that records, best_of must equal n, because sequences that are not "
-            "returned would be recorded, too"
-        )
-        raise RequestError(message, "best_of")
-    return job
 
 
 async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prompts: int) -> Response:
     model = await backend.models.find(body.model)
     answer = Answer(kind, job.id, body.model, prompts * body.sequences, body.sequences, body.choices)
-    headers = {PROFILE: job.profile} if job.profile else {}
+    headers = {PRESET: job.preset} if job.preset else {}
     if not body.stream:
         return JSONResponse(answer.whole(await model.complete(job, backend.restarted)), headers=headers)
     usage = body.stream_options is not None and body.stream_options.include_usage

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Form, Query, UploadFile
 from fastapi.responses import Response
 
 import serve_app.openapi_examples as examples
-from deployments.errors import RequestError
 from serve_app.http.middleware import BYTES, READOUTS
+from serve_app.http.parsing import json_object
 from serve_app.http.ranges import Ranged, page
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
@@ -27,7 +26,9 @@ async def install_readout(
     spec: Annotated[str | None, Form(max_length=1 << 20, description="JSON; without it, the file's metadata")] = None,
 ) -> dict[str, Any]:
     """Install a linear probe, a direction, or a sparse autoencoder; if its model is served, it must fit the model."""
-    return await backend.readouts.install(who, await file.read(), _object(spec))
+    return await backend.readouts.install(
+        who, await file.read(), None if spec is None else json_object(spec.encode(), "spec")
+    )
 
 
 @readouts.get("", responses=examples.READOUTS)
@@ -56,15 +57,3 @@ async def delete_readout(name: PathId, backend: AppBackend, who: CallerAccount) 
     """Delete a readout; requests that use it continue."""
     await backend.readouts.delete(who, name)
     return {"name": name, "object": "readout", "deleted": True}
-
-
-def _object(spec: str | None) -> dict[str, Any] | None:
-    if spec is None:
-        return None
-    try:
-        value = json.loads(spec)
-    except (ValueError, RecursionError) as error:
-        raise RequestError("no JSON", "spec", "invalid_json") from error
-    if not isinstance(value, dict):
-        raise RequestError("send a JSON object", "spec")
-    return value

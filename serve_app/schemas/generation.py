@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -10,27 +9,20 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from deployments.activations.facts import check_session_id
 from deployments.engine.request import MOST_LOGPROBS, Sampling
-from deployments.points.capture import MOST_PROMPTS, Capture
-from deployments.points.interventions import Interventions, Variants
-from deployments.points.logit_lens import LogitLens
-from deployments.points.profiles import ProfileName
-from deployments.points.readouts import AskedReadouts, When
-from serve_app.schemas.base import MOST_TOKENS, LongText, Name, TokenId, WireModel, packed_ids
+from deployments.points.capture import MOST_PROMPTS
+from deployments.points.interventions import Variants
+from serve_app.schemas.base import MOST_TOKENS, LongText, WireModel, packed_ids
 from serve_app.schemas.ignored import IgnoredFields
 from serve_app.schemas.messages import Messages
-from serve_app.schemas.tools import NamedTool, ResponseFormat, TemplateKwargs, Tools
+from serve_app.schemas.presets import PresetName, Settings
+from serve_app.schemas.tools import NamedTool, TemplateKwargs, Tools
 
-Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=-(2**31), lt=2**31)]],  # the replica checks which of them exist in its model
     Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True),
     AfterValidator(packed_ids),
 ]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-BiasKey = Annotated[str, Field(max_length=10)]
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 
 
@@ -41,53 +33,15 @@ class StreamOptions(WireModel):
     include_obfuscation: bool | None = None  # no effect: events are not padded
 
 
-class Generation(WireModel):
+class Generation(Settings):
     """The fields shared by chats and completions."""
 
     model: str = Field(min_length=1, max_length=256)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    n: int | None = Field(default=None, ge=1, le=128)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[BiasKey, Bias] | None = Field(default=None, max_length=1024, fail_fast=True)
-    min_tokens: int | None = Field(default=None, ge=0)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
-    ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Name | None = None
-    metadata: dict[Name, Name] | None = Field(default=None, max_length=64, fail_fast=True)
-    response_format: ResponseFormat | None = None
-    return_token_ids: bool | None = None
-    store_activations: bool | None = None
-    capture: Capture | None = None
-    interventions: Interventions | None = None
     variants: Variants | None = None
-    logit_lens: LogitLens | None = None
-    readouts: AskedReadouts | None = None
-    stop_when: When | None = None
-    report: bool = False
-    intervention_profile: ProfileName | None = None
-    session_id: Annotated[str, Field(max_length=128)] | None = None
-
-    @field_validator("session_id")
-    @classmethod
-    def _session_is_a_name(cls, value: str | None) -> str | None:
-        return value if value is None else check_session_id(value)
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _names_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or ():
-            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
-                raise ValueError(f"its keys must be token ids, but {key[:20]!r} is not one")
-        return value
+    preset: PresetName | None = None
+    intervention_profile: PresetName | None = Field(default=None, description="The former name of preset.")
 
     @field_validator("stream_options")
     @classmethod
@@ -95,12 +49,6 @@ class Generation(WireModel):
         if value is not None and not info.data.get("stream"):
             raise ValueError("it is allowed only with stream")
         return value
-
-    @model_validator(mode="after")
-    def _options_fit(self) -> Generation:
-        if self.capture and self.store_activations is False:
-            raise ValueError("store_activations is false, but capture requests activations")
-        return self
 
     @field_validator("variants")
     @classmethod
@@ -151,7 +99,6 @@ class ChatRequest(Generation, IgnoredFields):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -240,7 +187,8 @@ class CompletionRequest(Generation):
         if value is not None and value > returned:
             if info.data.get("stream"):
                 raise ValueError("with stream it must equal n, because the best are known only at the end")
-            if info.data.get("capture") or info.data.get("store_activations"):
+            stores = any(one.store for one in info.data.get("readouts") or ())
+            if info.data.get("capture") or info.data.get("store_activations") or stores:
                 raise ValueError(
                     "with activations it must equal n, because sequences that are not returned would be recorded, too",
                 )

@@ -9,7 +9,7 @@ from typing import Any
 from evals.config import Config
 from evals.gsm8k.summary import conclude
 from evals.results.results import Results
-from evals.server.readout_client import Readings
+from evals.server.readout_client import ReadoutValues
 from evals.task.rewards import Rewarder, load_rewards
 from evals.task.steering import asked
 from evals.task.trajectory import Problem, Sample, Turn, scored
@@ -31,7 +31,7 @@ def make_results(
     text: str = "",
     skill: float = 0.6,
     activations: Callable[[str], dict[str, Any]] | None = None,
-    read: Callable[[Sample], Readings] | None = None,
+    read: Callable[[Sample], ReadoutValues] | None = None,
     **options: Any,
 ) -> Path:
     """Samples that follow from the seed; `skill` is the share of right answers without tools in the control.
@@ -45,7 +45,7 @@ def make_results(
         text: put into each answer.
         skill: from 0 to 1.
         activations: gives the `activations_meta` of a run, by its id.
-        read: gives the readings of the readout `truth` for each turn of a sample.
+        read: gives the values_of of the readout `truth` for each turn of a sample.
         options: of the config.
     """
     mode = modes[0] if len(modes) == 1 else "both"

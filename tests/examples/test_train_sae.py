@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 
 from deployments.activations.reader.row_reader import RowBatch
-from deployments.readouts.checks import define
+from deployments.readouts.files import define
 from deployments.readouts.saelens import read
 from deployments.readouts.values import Readout
 

@@ -177,8 +177,8 @@ def test_nobody_reads_uses_or_deletes_a_tensor_file_of_another_key(ask, complete
         assert code(ask("bob", "DELETE", f"/v1/tensors/{file}")) == (404, "tensor_not_found")
         steer = [{"op": "add", "point": POINT, "vector": file}]
         assert code(complete("bob", interventions=steer)) == (400, "tensor_not_found")
-        profile = {"name": "theirs", "model": "vitrine-demo", "interventions": steer}
-        assert ask("bob", "POST", "/v1/interventions", json=profile).json()["error"]["code"] == "tensor_not_found"
+        preset = {"name": "theirs", "model": "vitrine-demo", "interventions": steer}
+        assert ask("bob", "POST", "/v1/interventions", json=preset).json()["error"]["code"] == "tensor_not_found"
     steer = [{"op": "add", "point": POINT, "vector": kept["alice"]}]
     assert (
         complete("alice", interventions=steer).status_code == complete("root", interventions=steer).status_code == 200
@@ -187,10 +187,10 @@ def test_nobody_reads_uses_or_deletes_a_tensor_file_of_another_key(ask, complete
     assert ask("alice", "DELETE", f"/v1/tensors/{kept['alice']}").status_code == 200
 
 
-def test_a_profile_of_ones_own_changes_nobody_elses_of_its_name(ask, complete):
+def test_a_preset_of_ones_own_changes_nobody_elses_of_its_name(ask, complete):
     def keep(name, **fields):
-        profile = {"name": "calm", "interventions": [{"op": "scale", "point": POINT, **fields}]}
-        assert ask(name, "POST", "/v1/interventions", json=profile).json()["owner"] == name
+        preset = {"name": "calm", "interventions": [{"op": "scale", "point": POINT, **fields}]}
+        assert ask(name, "POST", "/v1/interventions", json=preset).json()["owner"] == name
 
     keep("alice", factor=1)
     keep("bob", factor=-3)
@@ -199,37 +199,48 @@ def test_a_profile_of_ones_own_changes_nobody_elses_of_its_name(ask, complete):
         for name in ("alice", "bob")
     }
     assert factors == {"alice": 1, "bob": -3}
-    texts = {name: complete(name, intervention_profile="calm").json()["choices"][0]["text"] for name in factors}
+    texts = {name: complete(name, preset="calm").json()["choices"][0]["text"] for name in factors}
     assert texts["alice"] == complete("alice").json()["choices"][0]["text"] != texts["bob"]
-    assert code(ask("hog", "GET", "/v1/interventions/calm")) == (404, "profile_not_found")
-    assert code(complete("hog", intervention_profile="calm")) == (400, "profile_not_found")
+    assert code(ask("hog", "GET", "/v1/interventions/calm")) == (404, "preset_not_found")
+    assert code(complete("hog", preset="calm")) == (400, "preset_not_found")
     for owner in ("alice", "none"):
-        assert code(ask("bob", "GET", f"/v1/interventions/calm?owner={owner}")) == (404, "profile_not_found")
-        assert code(ask("bob", "DELETE", f"/v1/interventions/calm?owner={owner}")) == (404, "profile_not_found")
+        assert code(ask("bob", "GET", f"/v1/interventions/calm?owner={owner}")) == (404, "preset_not_found")
+        assert code(ask("bob", "DELETE", f"/v1/interventions/calm?owner={owner}")) == (404, "preset_not_found")
     assert ask("bob", "DELETE", "/v1/interventions/calm").status_code == 200
     found = [one for one in ask("root", "GET", "/v1/interventions").json()["data"] if one["name"] == "calm"]
     assert [one["owner"] for one in found] == ["alice"]
     assert ask("root", "DELETE", "/v1/interventions/calm?owner=alice").status_code == 200
 
 
-def test_an_admins_default_holds_for_everybody_with_tensors_that_nobody_else_may_read(ask, complete):
+def test_an_admins_default_holds_for_everybody_with_tensors_and_readouts_that_nobody_else_may_read(ask, complete):
     file = ask("root", "POST", "/v1/tensors", content=VECTOR, headers=BYTES).json()["id"]
+    spec = {"name": "calmness", "model": "vitrine-demo", "point": POINT, "kind": "linear"}
+    form = {"files": {"file": save({"weight": torch.ones(1, 192)})}, "data": {"spec": json.dumps(spec)}}
+    assert ask("root", "POST", "/v1/readouts", **form).status_code == 200
+    when = {"readout": "calmness", "above": -1e9}
     steer = [{"op": "add", "point": POINT, "vector": file}]
-    profile = {"name": "house", "model": "vitrine-demo", "interventions": steer, "default": True}
+    preset = {"name": "house", "model": "vitrine-demo", "default": True, "readouts": ["calmness"]}
+    preset["interventions"] = [steer[0] | {"when": when}]
     plain = complete("bob").json()["choices"][0]["text"]
-    assert code(ask("bob", "POST", "/v1/interventions", json=profile | {"interventions": DAMP}))[0] == 403
-    assert ask("root", "POST", "/v1/interventions", json=profile).status_code == 200
+    assert (
+        code(ask("bob", "POST", "/v1/interventions", json=preset | {"interventions": DAMP, "readouts": []}))[0] == 403
+    )
+    assert ask("root", "POST", "/v1/interventions", json=preset).status_code == 200
     try:
-        answer = complete("bob", intervention_profile="house")
-        assert answer.status_code == 200
-        assert answer.json()["choices"][0]["text"] != plain
+        for fields in ({}, {"preset": "house"}):
+            (choice,) = complete("bob", **fields).json()["choices"]
+            assert choice["text"] != plain
+            assert choice["readouts"]["calmness"]["generated"]["values"]
         assert ask("bob", "GET", "/v1/interventions/house").json()["default"]
-        assert code(ask("bob", "DELETE", "/v1/interventions/house")) == (404, "profile_not_found")
-        both = complete("bob", intervention_profile="house", interventions=steer)
+        assert code(ask("bob", "DELETE", "/v1/interventions/house")) == (404, "preset_not_found")
+        both = complete("bob", interventions=steer)
         assert code(both) == (400, "tensor_not_found")
         assert both.json()["error"]["param"] == "interventions[0].vector"
+        own = complete("bob", readouts=["calmness"])  # a name of bob's, which he has none of
+        assert code(own)[0] == 400
     finally:
         assert ask("root", "DELETE", "/v1/interventions/house").status_code == 200
+        assert ask("root", "DELETE", "/v1/readouts/calmness").status_code == 200
 
 
 def test_an_owner_pins_and_deletes_and_so_does_an_admin(ask, record):

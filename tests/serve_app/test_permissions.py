@@ -19,7 +19,7 @@ from evals.gsm8k.__main__ import main as evaluate
 TENSORS = save({"formal": torch.ones(4)})
 BYTES = {"content-type": "application/octet-stream"}
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-PROFILE = {"name": "quiet", "model": "vitrine-demo", "capture": {"points": ["norm.output"]}}
+PRESET = {"name": "quiet", "model": "vitrine-demo", "capture": {"points": ["norm.output"]}}
 
 
 def modes(top: Path) -> dict[str, int]:
@@ -33,7 +33,7 @@ def fill(root: str) -> None:
     asked = [
         httpx.post(f"{root}/v1/completions", json=chat | {"session_id": "seen"}, timeout=60),
         httpx.post(f"{root}/v1/tensors", content=TENSORS, headers=BYTES, timeout=60),
-        httpx.post(f"{root}/v1/interventions", json=PROFILE, timeout=60),
+        httpx.post(f"{root}/v1/interventions", json=PRESET, timeout=60),
         httpx.put(f"{root}/v1/activations/session/seen/pin", timeout=60),
     ]
     assert [answer.status_code for answer in asked] == [200] * 4, [answer.text for answer in asked]

@@ -136,7 +136,7 @@ NAMES = [
     "/etc/passwd",
     "..\\outside",
     ".limits.json",
-    ".profiles",
+    ".presets",
     ".deleted-1",
     "%2e%2e%2foutside",
 ]
@@ -174,7 +174,7 @@ def test_no_path_leads_out_of_the_store(served, route, name, as_path):
     assert (root / "_" / "linked").is_symlink()
 
 
-@pytest.mark.parametrize("session", ["..", "../outside", "%2e%2e%2foutside", "/etc", ".profiles", ""])
+@pytest.mark.parametrize("session", ["..", "../outside", "%2e%2e%2foutside", "/etc", ".presets", ""])
 def test_a_request_that_records_and_a_filter_name_no_other_place_either(served, ask, session):
     answer = ask(session)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")

@@ -26,7 +26,8 @@ import functools
 from lm_eval.tasks.manager import TaskManager
 TaskManager.__init__ = functools.partialmethod(TaskManager.__init__, include_defaults=False)
 """
-RECORDED = {"header": {"X-Vitrine-Session": "lm-eval", "X-Vitrine-Tags": '{"task": "demo_gsm8k"}'}}
+FIELDS = {"session_id": "lm-eval", "capture": {"tags": {"task": "demo_gsm8k"}}}
+RECORDED = {"header": {"X-Vitrine-Body": json.dumps(FIELDS)}}
 
 
 @pytest.fixture(scope="module")

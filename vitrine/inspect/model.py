@@ -36,7 +36,7 @@ class VitrineAPI(OpenAICompatibleAPI):
         capture: Mapping[str, Any] | bool | None = None,
         readouts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
         interventions: Sequence[Mapping[str, Any]] | None = None,
-        intervention_profile: str | None = None,
+        preset: str | None = None,
         session_id: str | None = None,
         stream: bool | None = None,
         **model_args: Any,
@@ -51,7 +51,7 @@ class VitrineAPI(OpenAICompatibleAPI):
             capture: The request field `capture`; True records what the server records by default.
             readouts: The request field `readouts`, or one of its entries.
             interventions: The request field `interventions`.
-            intervention_profile: The name of a stored profile.
+            preset: The name of a stored preset.
             session_id: The session of the runs; by default `inspect-` and the log's `task_id`, which retries keep.
             stream: inspect_ai's option; not with `capture` or `readouts`, whose results its client drops from a stream.
             model_args: Further arguments of inspect_ai's provider `openai-api`.
@@ -62,7 +62,7 @@ class VitrineAPI(OpenAICompatibleAPI):
         if capture is not None and not isinstance(capture, bool | Mapping):
             raise ValueError(f"capture is {capture!r}, not true or an object such as {{'layers': [8], 'sites': [...]}}")
         one = isinstance(readouts, str | Mapping)
-        steered = {"interventions": interventions, "intervention_profile": intervention_profile}
+        steered = {"interventions": interventions, "preset": preset}
         self._fields: dict[str, Any] = {name: value for name, value in steered.items() if value is not None}
         if readouts:
             self._fields["readouts"] = [readouts] if one else list(readouts)

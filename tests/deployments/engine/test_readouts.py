@@ -16,12 +16,12 @@ from pydantic import TypeAdapter
 
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Finished, PromptLogprobs, Request
-from deployments.interventions.used_readouts import UsedReadouts
 from deployments.model.model import Model
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
-from deployments.points.readouts import AskedReadouts, When
-from deployments.readouts.checks import define
+from deployments.readouts.files import define
+from deployments.readouts.resolver import ReadoutResolver
+from deployments.readouts.spec import AskedReadouts, Condition, ReadoutRows
 from deployments.readouts.values import Readout
 from tests.deployments.conftest import DEVICE
 
@@ -68,12 +68,12 @@ def request(
     asked = TypeAdapter(AskedReadouts).validate_python(list(readouts))
     specs = TypeAdapter(Interventions).validate_python(list(changes))
     hidden = model.points.named("layers.0.output", "")[0].shape[-1]
-    used = UsedReadouts.of(model.points, held(hidden, model.batch_invariant), asked)
+    used = ReadoutResolver.of(model.points, held(hidden, model.batch_invariant), asked)
     fields = {f"interventions[{i}]": spec for i, spec in enumerate(specs)}
     resolver = EditResolver(model.points, model.device, fields, NONE, used, report=True)
     ends = lambda: ("", [])  # noqa: E731
     most = len(prompt) + new
-    stopping = used.stop(TypeAdapter(When).validate_python(stop), len(prompt)) if stop else None
+    stopping = used.stop(Condition.model_validate(stop), len(prompt)) if stop else None
     capture = Capture.model_validate(more.pop("capture")) if "capture" in more else None
     return Request(
         id,
@@ -88,12 +88,17 @@ def request(
     )
 
 
+def positions_of(part: ReadoutRows, prompt: int) -> list[int]:
+    return [index + prompt * part.generated for index in part.index]
+
+
 def rows_of(done: Finished, number: int = 0) -> dict[int, Any]:
     """Values of a readout by position; of features, (number, value)."""
     found: dict[int, Any] = {}
+    name = list(dict.fromkeys(part.name for part in done.readouts))[number]
     for part in done.readouts:
-        if part.index == number:
-            for i, (position, values) in enumerate(zip(part.positions, part.values, strict=True)):
+        if part.name == name:
+            for i, (position, values) in enumerate(zip(positions_of(part, len(done.prompt)), part.values, strict=True)):
                 found[position] = values if part.features is None else dict(zip(part.features[i], values, strict=True))
     return found
 
@@ -129,19 +134,9 @@ def test_an_answer_that_ends_before_its_first_token_has_the_prompts_logprobs(mod
     events = []
     while not any(isinstance(event, Finished) for event in events):
         events += engine.step(wait=True)
-    (scores,) = (event for event in events if isinstance(event, PromptLogprobs))
-    assert len(scores.logprobs) == len(PROMPT) - 1
+    assert [len(one.logprobs) for one in events if isinstance(one, PromptLogprobs)] == [len(PROMPT) - 1]
     assert events[-1].reason == "stop"
     assert not events[-1].tokens
-
-
-def test_values_are_recorded_without_a_point(model) -> None:
-    asked = request(model, "a", PROMPT, 6, ["early"], capture=ALL)
-    asked = replace(asked, capture=Capture.model_construct(points=[]), points=())
-    (done,) = Engine(model).generate([asked])
-    rows = rows_of(done)
-    assert list(done.captured.positions) == list(range(len(PROMPT) + 6))
-    assert done.captured.values["readouts.early"].tolist() == [rows[at] for at in range(len(PROMPT) + 6)]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +162,7 @@ def test_a_streams_rows_come_one_forward_after_their_tokens_and_are_all_there_at
     while not ends:
         for event in engine.step(wait=True):
             rows = event.readouts if isinstance(event, (Delta, Finished)) else ()
-            told += [position for part in rows for position in part.positions]
+            told += [position for part in rows for position in positions_of(part, len(PROMPT))]
             if isinstance(event, Delta):
                 tokens += len(event.tokens)
                 assert told == list(range(len(PROMPT) + tokens - 1))
@@ -197,12 +192,8 @@ def test_a_gate_that_never_opens_changes_no_bit_and_one_that_is_always_open_chan
     def run(*changes: Any) -> Finished:
         return Engine(model).generate([request(model, "a", PROMPT, 6, ["early", "late"], changes, capture=ALL)])[0]
 
-    without, shut, opened, ungated = (
-        run(),
-        run(gated(point, readout, **NEVER)),
-        run(gated(point, readout, **ALWAYS)),
-        run(plain),
-    )
+    without, ungated = run(), run(plain)
+    shut, opened = (run(gated(point, readout, **when)) for when in (NEVER, ALWAYS))
     for name in ALL["points"]:
         assert torch.equal(shut.captured.values[name], without.captured.values[name])
         assert torch.equal(opened.captured.values[name], ungated.captured.values[name])
@@ -234,53 +225,30 @@ def test_a_gate_behind_its_point_acts_on_the_next_row(model) -> None:
     values = {at: row[0] for at, row in rows_of(plain).items()}
     last = len(PROMPT) - 1
     changes = [STEER | {"point": "layers.0.output", "tokens": "generated"}]
-    changes[0]["when"] = {"readout": "late", "between": [values[last] - 1e-3, values[last] + 1e-3]}
+    changes[0]["when"] = {"readout": "late", "above": values[last] - 1e-3}
     (done,) = Engine(model).generate([request(model, "a", PROMPT, 4, ["late"], changes, capture=ALL)])
     torch.testing.assert_close(
         done.captured.values["layers.0.output"][last + 1], plain.captured.values["layers.0.output"][last + 1] * 1.5
     )
 
 
-@pytest.mark.parametrize("when", [{"for": 3}, {"until_below": -0.5}, {"ema": 0.8}, {"for": 2, "ema": 0.5}])
-def test_conditions_with_memory_follow_their_words_also_when_the_prompt_comes_in_pieces(model, when) -> None:
+def test_a_gate_opens_after_rows_in_a_row_also_when_the_prompt_comes_in_pieces(model) -> None:
     prompt = PROMPT * 6
     (plain,) = Engine(model).generate([request(model, "a", prompt, 1, ["early"])])
     values = [rows_of(plain)[at][0] for at in range(len(prompt))]
-    above = sorted(values)[len(values) // 2]
-    spec = {"readout": "early", "above": above} | when
-    if "until_below" in when:
-        spec["until_below"] = sorted(values)[len(values) // 4]
-    opened, average, run, is_open = [], None, 0, False
+    above = sorted(values)[len(values) // 4]
+    opened, run = [], 0
     for value in values:
-        weight = spec.get("ema", 0.0)
-        average = value if average is None else weight * average + (1 - weight) * value
-        is_open = average > above or (is_open and "until_below" in spec and average >= spec["until_below"])
-        run = run + 1 if is_open else 0
-        opened.append(run >= spec.get("for", 1))
-    changes = [STEER | {"point": "layers.1.output", "tokens": "prompt", "when": spec}]
-    for pieces in (1024, 7):
+        run = run + 1 if value > above else 0
+        opened.append(run >= 3)
+    changes = [STEER | {"point": "layers.1.output", "tokens": "prompt"}]
+    changes[0]["when"] = {"readout": "early", "above": above, "for": 3}
+    for pieces in (1024, 7, 1):
         asked = request(model, "a", prompt, 1, ["early"], changes)
         Engine(model, prefill_tokens=pieces).generate([asked])
         kept = asked.edits[0].report.changed
         assert (kept.rows, kept.kept) == (sum(opened), len(opened) - sum(opened))
         assert 0 < kept.rows < len(prompt)
-
-
-def test_conditions_combine(model) -> None:
-    (plain,) = Engine(model).generate([request(model, "a", PROMPT, 1, ["early", "mid"])])
-    early = [rows_of(plain)[at][0] for at in range(len(PROMPT))]
-    mid = [rows_of(plain, 1)[at][2] for at in range(len(PROMPT))]
-    a, b = {"readout": "early", "above": 0.0}, {"readout": "mid", "feature": 2, "below": 0.0}
-    wanted = {
-        "all": ({"all": [a, b]}, [x > 0 and y < 0 for x, y in zip(early, mid, strict=True)]),
-        "any": ({"any": [a, b]}, [x > 0 or y < 0 for x, y in zip(early, mid, strict=True)]),
-        "not": ({"not": a}, [x <= 0 for x in early]),
-    }
-    for when, want in wanted.values():
-        changes = [STEER | {"point": "layers.1.output", "tokens": "prompt", "when": when}]
-        asked = request(model, "a", PROMPT, 1, ["early", "mid"], changes)
-        Engine(model).generate([asked])
-        assert asked.edits[0].report.changed.rows == sum(want)
 
 
 def test_an_answer_ends_before_the_token_that_would_follow_the_row_that_met_the_condition(model) -> None:
@@ -331,22 +299,14 @@ def random_request(model, id: str, numbers: random.Random) -> Request:
         late = name == "late" and point == "layers.0.output"
         when = {"readout": name, numbers.choice(["above", "below"]): numbers.choice([-0.5, 0.1])}
         when |= {"feature": 2} if name in ("mid", "sae") else {}
-        when |= numbers.choice([{}, {"for": 2}, {"ema": 0.5}])
+        when |= numbers.choice([{}, {"for": 2}, {"for": 3}])
         changes.append(
             {"op": "scale", "factor": 1.2, "point": point, "tokens": "generated" if late else "all", "when": when}
         )
     stop = {"readout": names[0], "above": 1.5} | ({"feature": 2} if names[0] in ("mid", "sae") else {})
     more = {"capture": ALL} if numbers.random() < 0.3 else {}
-    return request(
-        model,
-        id,
-        prompt,
-        numbers.choice([1, 4, 11]),
-        readouts,
-        changes,
-        stop if numbers.random() < 0.3 else None,
-        **more,
-    )
+    stop = stop if numbers.random() < 0.3 else None
+    return request(model, id, prompt, numbers.choice([1, 4, 11]), readouts, changes, stop, **more)
 
 
 @torch.inference_mode()
@@ -406,7 +366,7 @@ def test_batch_invariant_values_have_the_same_bits_in_any_company(invariant, see
 
 def test_rows_come_once_when_a_sequence_is_run_again(model) -> None:
     (got,) = company(model, [request(model, "a", PROMPT, 30, ["early"])], random.Random(0)).values()
-    told = [position for part in got.readouts for position in part.positions]
+    told = [position for part in got.readouts for position in positions_of(part, len(PROMPT))]
     assert told == list(range(len(PROMPT) + 30))
 
 
@@ -424,7 +384,7 @@ def test_a_fault_in_one_requests_values_or_gate_ends_that_request_alone(model, d
     events = engine.step()
     running = {seq.request.id: seq for seq in engine._scheduler.running}
     running["columns"].readouts._parts[0].clear()
-    running["gate"].request.edits[0].gate.checks[0].known -= 1
+    running["gate"].request.edits[0].gate.known -= 1
     done = endings([*events, *drain(engine)])
     assert (done["columns"].captured, done["gate"].reason) == (None, "error")
     assert "IndexError" in done["columns"].error

@@ -321,7 +321,7 @@ def test_a_run_that_came_inline_or_was_deleted_is_none(tmp_path):
 def test_rows_beyond_the_operators_limit_are_refused_with_it_and_leave_room_when_their_request_ends(tmp_path):
     tokens = len(CLEAN) + NEW
     room = 4 * 192 * tokens * 2  # two points
-    patching = Patching(str(tmp_path), "float32", max_intervention_bytes=room)
+    patching = Patching(str(tmp_path), "float32", max_request_tensor_bytes=room)
     run = patching.run(CLEAN)
     two = [replaced(run, f"layers.{i}.output") for i in (1, 2)]
     for _ in range(3):
@@ -335,7 +335,7 @@ def test_rows_beyond_the_operators_limit_are_refused_with_it_and_leave_room_when
 
 
 def test_a_vector_in_the_request_counts_as_a_named_one_does(tmp_path):
-    patching = Patching(str(tmp_path), "float32", max_intervention_bytes=4 * 192)
+    patching = Patching(str(tmp_path), "float32", max_request_tensor_bytes=4 * 192)
     add = {"op": "add", "point": "layers.1.output", "vector": [1.0] * 192}
     patching.run(CLEAN, add)
     assert patching.refusal(add, add)[:2] == ("interventions[1].vector", "rows_too_large")
@@ -343,7 +343,7 @@ def test_a_vector_in_the_request_counts_as_a_named_one_does(tmp_path):
 
 
 def test_rows_for_which_others_leave_no_room_now_get_429(tmp_path):
-    patching = Patching(str(tmp_path), "float32", max_intervention_bytes=4 * 192)
+    patching = Patching(str(tmp_path), "float32", max_request_tensor_bytes=4 * 192)
     one = replaced(patching.run(CLEAN), "layers.2.output", "prompt_last")
 
     async def both():

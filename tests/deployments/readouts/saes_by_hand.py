@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from deployments.readouts.checks import Definition, define
+from deployments.readouts.files import Definition, define
 
 
 def linear(hidden: int, count: int = 1, seed: int = 0, **spec: Any) -> bytes:

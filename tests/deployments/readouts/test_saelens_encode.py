@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from deployments.readouts.checks import define
+from deployments.readouts.files import define
 from deployments.readouts.saelens import read
 from deployments.readouts.values import Readout
 

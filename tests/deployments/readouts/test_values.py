@@ -12,7 +12,7 @@ from safetensors.torch import load
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder
 from saes_by_hand import linear, sae
 
-from deployments.readouts.checks import define
+from deployments.readouts.files import define
 from deployments.readouts.values import Readout, Stack
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Refusal
 from deployments.options import Options
 from deployments.points.capture import Capture
+from deployments.replica import runs
 from deployments.replica.replica import MOST_TEXTS, ModelReplica
-from deployments.savepoint import Savepoint
 from tests.waiting import wait_until
 
 Replica = ModelReplica.func_or_class  # the class beneath the deployment
@@ -151,25 +151,15 @@ def test_a_capture_beyond_the_limit_is_refused_with_the_numbers():
     small.__del__()
 
 
-def test_an_inline_answer_counts_the_rows_it_returns():
-    tight = Replica(Options(dtype="float32", threads=1, max_inline_values=192 * 8), store=object())
+def test_an_inline_answer_counts_the_rows_it_returns(monkeypatch):
+    monkeypatch.setattr(runs, "MOST_INLINE_VALUES", 192 * 8)
+    tight = Replica(Options(dtype="float32", threads=1), store=object())
     inline = {"points": ["norm.output"], "return": "inline"}
     few = job(max_tokens=100, capture=Capture(**inline, tokens="prompt"))
     assert isinstance(asyncio.run(tight.complete(few))[-1], End)
     many = job(max_tokens=100, capture=Capture(**inline))
     assert asyncio.run(tight.complete(many))[-1].field == "capture.return"
     tight.__del__()
-
-
-@pytest.mark.parametrize(("savepoints", "recorded"), [((), {"norm.output"}), (("here",), {"here"})])
-def test_a_default_profiles_capture_is_taken_where_the_model_has_no_savepoints(savepoints, recorded):
-    named = tuple(Savepoint(name=name, selector="layers.1.output") for name in savepoints)
-    replica = Replica(Options(dtype="float32", threads=1, savepoints=named), store=object())
-    inline = {"return": "inline"}
-    of_profile = Capture(points=["norm.output"], **inline)
-    asked = job(capture=Capture(**inline), default_capture=of_profile, profile="p")
-    assert set(asyncio.run(replica.complete(asked))[-1].run.points) == recorded
-    replica.__del__()
 
 
 def test_a_stuck_engine_fails_the_health_check():

@@ -117,13 +117,13 @@ def test_interventions_that_the_server_refuses_stop_a_run_before_the_first_sampl
     ]
 
 
-def test_a_profile_that_becomes_the_default_stops_a_resume(
+def test_a_preset_that_becomes_the_default_stops_a_resume(
     server: FakeServer, write_problems: Write, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = write_problems("", "")
-    server.profiles = []
+    server.presets = []
     assert evaluate(dataset, "--samples", "1") == 0
-    server.profiles = [{"name": "calm", "model": "fake/model", "default": True}]
+    server.presets = [{"name": "calm", "model": "fake/model", "default": True}]
     assert evaluate(dataset, "--resume", "--samples", "2") == 2
     assert "was made with different interventions" in capsys.readouterr().err
 
@@ -132,9 +132,9 @@ def test_a_default_that_is_replaced_under_its_name_is_seen(
     server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
 ) -> None:
     first = {"name": "calm", "model": "fake/model", "default": True, "created": 1.0}
-    server.profiles, server.profiles_after = [first], (1, [first | {"created": 2.0}])
+    server.presets, server.presets_after = [first], (1, [first | {"created": 2.0}])
     assert evaluate(write_problems("")) == 1
-    assert "profile was changed meanwhile" in read(tmp_path, "summary.json")["incomplete"]
+    assert "preset was changed meanwhile" in read(tmp_path, "summary.json")["incomplete"]
     assert read(tmp_path, "config.json")["interventions"]["default"]["created"] == 1.0
 
 
@@ -191,11 +191,10 @@ def test_readouts_are_asked_kept_and_compared_with_the_outcome(
 def test_readouts_of_more_numbers_than_an_answer_may_have_are_refused_before_the_first_sample(
     server: FakeServer, write_problems: Write, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.told = {"options": {"max_inline_values": 100}}
-    server.readouts = {"truth": TRUTH, "moods": TRUTH | {"values": 4}}
+    server.readouts = {"truth": TRUTH, "moods": TRUTH | {"values": 9999}}
     dataset = write_problems("")
     assert evaluate(dataset, "--readouts", "truth,moods", "--max-tokens", "21") == 2
-    assert "are 105 numbers, and the server's max_inline_values is 100" in (said := capsys.readouterr().err)
+    assert "are 210000 numbers, and an answer may have 200000" in (said := capsys.readouterr().err)
     assert "or lower --max-tokens to 20" in said
     assert not server.requests
     assert evaluate(dataset, "--readouts", "truth,moods", "--max-tokens", "20") == 0

@@ -62,7 +62,7 @@ def test_perplexities_are_those_of_plain_forwards(model: Model, server: ScoringS
     assert found["random"]["spread"] == pytest.approx(np.std(each, ddof=1), rel=0.1)
     assert found["tokens"] == sum(len(each) - 1 for each in ids)
     assert all(len({*drawn} - {3, 5, 60}) == 3 for drawn in found["drawn"])
-    assert {body.intervention_profile for body in server.bodies} == {"none"}
+    assert {body.preset for body in server.bodies} == {"none"}
     assert "3 texts" in found["no_interval"]
     assert found["outliers"]["more_nats_low"] is None
 

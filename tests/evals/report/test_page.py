@@ -15,7 +15,7 @@ from evals.config import EvalError
 from evals.report.page import main, report_context, write_report
 from evals.results.activation_stats import write_stats
 from evals.results.results import read_json
-from evals.server.readout_client import Readings
+from evals.server.readout_client import ReadoutValues
 from evals.task.trajectory import Sample
 from tests.browsers import chromium, show
 
@@ -143,9 +143,11 @@ def test_of_a_long_run_some_problems_are_in_the_page_and_the_others_named(page: 
 
 
 def test_answers_are_coloured_by_the_values_of_their_tokens(page: Page, tmp_path: Path) -> None:
-    def read(sample: Sample) -> Readings:
+    def read(sample: Sample) -> ReadoutValues:
         sure = 1.0 if sample.correct else -1.0
-        return Readings(tokens=[HOSTILE, "plain", "</s>"], values={"truth": [[3 * sure], [None], [0.123456 * sure]]})
+        return ReadoutValues(
+            tokens=[HOSTILE, "plain", "</s>"], values={"truth": [[3 * sure], [None], [0.123456 * sure]]}
+        )
 
     directory = make_results(tmp_path / "run", 30, modes=("no-tools",), read=read)
     show(page, f"file://{directory}/report.html")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from evals.results.readout_tally import ReadoutTally
-from evals.server.readout_client import Readings
+from evals.server.readout_client import ReadoutValues
 from evals.task.trajectory import Sample, Turn
 
 TOLD = {"truth": {"labels": ["true", "kind"], "values": 2}}
@@ -25,7 +25,7 @@ def sample(number: int, correct: bool | None, turns: list[Rows]) -> Sample:
             completion_tokens=len(rows),
             latency_s=1.0,
             activations=None,
-            readouts=Readings(tokens=["x"] * len(rows), values={"truth": rows}),
+            readouts=ReadoutValues(tokens=["x"] * len(rows), values={"truth": rows}),
         )
         for rows in turns
     ]

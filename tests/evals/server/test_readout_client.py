@@ -6,7 +6,7 @@ import pytest
 from fake_openai import FakeServer
 
 from evals.config import EvalError
-from evals.server.readout_client import Readings, fields, installed, readings
+from evals.server.readout_client import ReadoutValues, fields, installed, values_of
 
 TRUTH = {"id": "1", "model": "fake/model", "kind": "linear", "point": "layers.1.output", "values": 1, "created": 1.5}
 
@@ -41,9 +41,9 @@ def test_a_request_asks_for_generated_tokens_with_their_texts_and_for_nothing_wi
 
 
 def test_an_answer_without_readouts_has_no_readings_and_half_a_character_is_no_text() -> None:
-    assert readings({"message": {}}) is None
+    assert values_of({"message": {}}) is None
     choice = {
         "readouts": {"truth": {"generated": {"first": 0, "values": [[1.0]]}}, "empty": {}},
         "logprobs": {"content": [{"token": "\ud83d"}]},
     }
-    assert readings(choice) == Readings(tokens=["?"], values={"truth": [[1.0]], "empty": []})
+    assert values_of(choice) == ReadoutValues(tokens=["?"], values={"truth": [[1.0]], "empty": []})

@@ -10,7 +10,7 @@ from deployments.demo_model import INSTRUCTION
 from evals.config import Config, EvalError, Mode
 from evals.gsm8k.checks import check
 from evals.gsm8k.options import parse_args
-from evals.server.client import PROFILE, ChatClient
+from evals.server.client import PRESET, ChatClient
 from evals.task import steering
 from evals.task.prompts import Example, FewShot, Prompts
 from evals.task.records import agent_state, trajectory
@@ -183,7 +183,7 @@ def talk(said: list[dict[str, Any]], *options: str, mode: Mode = "with-tools") -
         message = said.pop(0)
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         usage = {"prompt_tokens": 3, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}}
-        return {"choices": [{"message": message, "finish_reason": reason}], "usage": usage, PROFILE: "calm"}
+        return {"choices": [{"message": message, "finish_reason": reason}], "usage": usage, PRESET: "calm"}
 
     config = parse_args(["--model", "fake/model", *options])
     prompts = Prompts({"control": ""}, None, system=config.system)
@@ -199,7 +199,7 @@ def test_thoughts_are_kept_counted_and_go_back_in_a_tool_loop() -> None:
     assert bodies[1]["messages"][1]["reasoning_content"] == "I add."
     assert (sample.reasoning, [turn.reasoning_tokens for turn in sample.turns]) == ("I add.", [4, 4])
     assert trajectory(sample)[1]["reasoning_content"] == "I add."
-    assert [turn.profile for turn in sample.turns] == ["calm", "calm"]
+    assert [turn.preset for turn in sample.turns] == ["calm", "calm"]
 
 
 def test_the_template_the_system_prompt_and_top_p_are_the_options_own() -> None:

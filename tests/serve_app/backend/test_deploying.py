@@ -11,12 +11,10 @@ from serve_app.backend import deploying
 from serve_app.backend.deploying import environment, loaded, replicas, with_gpus
 
 
-@pytest.mark.parametrize("option", ["max_body_bytes", "max_readout_file_bytes"])
-def test_serve_takes_messages_as_large_as_the_largest_body(option):
+@pytest.mark.parametrize("options", [{"max_body_bytes": 1 << 30}, {"max_client_store_bytes": 16 << 30}])
+def test_serve_takes_messages_as_large_as_the_largest_body(options):
     most = 1 << 30
-    length = environment(Options(**{option: most}))["runtime_env"]["env_vars"][
-        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
-    ]
+    length = environment(Options(**options))["runtime_env"]["env_vars"]["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"]
     assert most < int(length) < 1 << 31, "gRPC has no longer messages"
 
 

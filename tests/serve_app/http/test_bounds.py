@@ -261,7 +261,7 @@ class Held:
     def __init__(self, began: list[bytes], may: threading.Event) -> None:
         self.began, self.may = began, may
 
-    def parsed(self, _: Any, raw: bytes) -> CompletionRequest:
+    def parsed(self, _: Any, raw: bytes, __: Any) -> CompletionRequest:
         self.began.append(raw[-1:])
         assert self.may.wait(60)
         return CompletionRequest(model="m", prompt="x")
@@ -399,7 +399,7 @@ def test_every_list_object_and_text_of_every_body_and_query_is_bounded():
             found += unbounded(schema, name)
             bodies_ |= references(schema)
         seen |= names
-    assert {"ChatRequest", "Capture", "JsonSchema", "LoadRequest", "DetokenizeRequest", "ProfileBody"} <= seen
+    assert {"ChatRequest", "Capture", "JsonSchema", "LoadRequest", "DetokenizeRequest", "PresetBody"} <= seen
     assert found == []
 
 

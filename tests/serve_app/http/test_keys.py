@@ -125,11 +125,11 @@ def test_only_an_admin_loads_and_unloads(keyed, method, path, body, code):
     assert refused(ADMIN)[1] == code
 
 
-def test_only_an_admin_makes_a_profile_a_default_or_changes_one(keyed):
-    profile = {"name": "keyed", "model": "another/model", "capture": {"points": ["norm.output"]}}
+def test_only_an_admin_makes_a_preset_a_default_or_changes_one(keyed):
+    preset = {"name": "keyed", "model": "another/model", "capture": {"points": ["norm.output"]}}
 
     def kept(key: str, **fields) -> int:
-        answer = httpx.post(f"{keyed}/v1/interventions", json=profile | fields, headers=bearer(key), timeout=60)
+        answer = httpx.post(f"{keyed}/v1/interventions", json=preset | fields, headers=bearer(key), timeout=60)
         assert answer.status_code == 200 or answer.json()["error"]["code"] == "insufficient_permissions"
         return answer.status_code
 

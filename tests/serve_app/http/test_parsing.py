@@ -11,7 +11,7 @@ from deployments.errors import LONGEST_NAME, RequestError, nearest
 from serve_app.http.parsing import parsed
 from serve_app.schemas.generation import ChatRequest
 from serve_app.schemas.models import LoadRequest
-from serve_app.schemas.profiles import ProfileBody
+from serve_app.schemas.presets import PresetBody
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 ADD = {"op": "add", "point": "norm.output"}
@@ -31,7 +31,7 @@ def refused(kind, body) -> RequestError:
         (ChatRequest, CHAT | {"capture": {"retrn": "inline"}}, "capture.retrn", "return"),
         (ChatRequest, CHAT | {"messages": [{"role": "user", "contnt": "x"}]}, "messages[0].contnt", "content"),
         (ChatRequest, CHAT | {"interventions": [ADD | {"vectr": [1.0]}]}, "interventions[0].vectr", "vector"),
-        (ProfileBody, {"name": "p", "interventons": []}, "interventons", "interventions"),
+        (PresetBody, {"name": "p", "interventons": []}, "interventons", "interventions"),
         (LoadRequest, {"model_id": "m", "atention": "eager"}, "atention", "attention"),
     ],
 )

@@ -103,6 +103,7 @@ EXAMPLES = {
     "readouts": Example(["fields"]),
     "stop_when": Example({"readout": "fields", "above": -1e9}, {"readouts": ["fields"]}),
     "report": Example(True, {"interventions": [{"op": "zero", "point": "layers.1.output"}]}),
+    "preset": Example("fields"),
     "intervention_profile": Example("fields"),
     "session_id": Example("fields", {"store_activations": True}),
 }
@@ -110,15 +111,15 @@ OF_COMPLETIONS = EXAMPLES | {"logprobs": Example(2)}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _profile(served):
+def _preset(served):
     """The one that the example names, and a readout."""
     probe = save({"weight": torch.ones(1, 192), "bias": torch.zeros(1)})
     spec = {"name": "fields", "model": "vitrine-demo", "point": "layers.3.output", "kind": "linear"}
     files, form = {"file": ("probe.safetensors", probe)}, {"spec": json.dumps(spec)}
     put = httpx.post(f"{served.root}/v1/readouts", files=files, data=form, timeout=60)
     assert put.status_code == 200, put.text
-    profile = {"name": "fields", "interventions": EXAMPLES["interventions"].value}
-    kept = httpx.post(f"{served.base_url}/interventions", json=profile, timeout=60)
+    preset = {"name": "fields", "interventions": EXAMPLES["interventions"].value}
+    kept = httpx.post(f"{served.base_url}/interventions", json=preset, timeout=60)
     assert kept.status_code == 200, kept.text
     yield
     httpx.delete(f"{served.base_url}/interventions/fields", timeout=60)

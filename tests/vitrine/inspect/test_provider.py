@@ -69,8 +69,8 @@ def test_fields_are_sent_only_when_given():
 
     plain = VitrineAPI("some/model")
     assert plain._fields | plain._recorded(3) == {}
-    asked = VitrineAPI("some/model", readouts="truth", intervention_profile="calm", session_id="mine")
-    expected = {"readouts": ["truth"], "intervention_profile": "calm", "session_id": "mine"}
+    asked = VitrineAPI("some/model", readouts="truth", preset="calm", session_id="mine")
+    expected = {"readouts": ["truth"], "preset": "calm", "session_id": "mine"}
     assert asked._fields | asked._recorded(3) == expected
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from deployments.engine.gates import CheckedValues, ThresholdCheck, decide
-from deployments.engine.read_values import SequenceReadouts, Values
-from deployments.engine.request import Request, ResolvedReadout
 from deployments.places.place import Place
+from deployments.readouts.gates import Gate, GateValues, decide
+from deployments.readouts.sequence import ResolvedReadout, SequenceReadouts, Values
 from deployments.readouts.values import Readout, Stack, largest
 
 MOST_STACKS = 64  # sets of readouts whose concatenated weights are kept
@@ -25,16 +24,18 @@ class ReadSpan:
     """The rows of one sequence in a forward pass.
 
     Attributes:
-        request: The sequence's request.
-        readouts: Collects its values; None if it requests none.
+        readouts: Collects the values that its request asks for; None if it asks for none.
+        gates: The conditions of its edits, and `stop_when`.
+        stop_when: The condition that ends its answer; None for none.
         start: The position of its first token that runs.
         count: The number of tokens that run.
         row: The first token's row in the forward pass.
         decides: Whether its last row predicts the next token.
     """
 
-    request: Request
     readouts: SequenceReadouts | None
+    gates: Sequence[Gate]
+    stop_when: Gate | None
     start: int
     count: int
     row: int
@@ -43,14 +44,14 @@ class ReadSpan:
 
 @dataclass(frozen=True)
 class _Consumer:
-    """A consumer of consecutive rows at a place: a check, or a sequence's readout with this index."""
+    """A consumer of consecutive rows at a place: a gate, or a sequence's readout with this index."""
 
     readout: Readout
     row: int
     first: int
     count: int
-    check: ThresholdCheck | None = None
-    span: ReadSpan | None = None
+    gate: Gate | None = None
+    readouts: SequenceReadouts | None = None
     index: int = 0
 
 
@@ -100,7 +101,7 @@ class ReadoutReader:
             stacks: Kept between forward passes.
         """
         self._stacks = stacks
-        self._stops = [(span, span.request.stop_when) for span in spans if span.request.stop_when and span.decides]
+        self._stops = [(span, span.stop_when) for span in spans if span.stop_when and span.decides]
         self._consumers: dict[Place, list[_Consumer]] = {}
         self._found: list[_Found] = []
         for span in spans:
@@ -113,17 +114,17 @@ class ReadoutReader:
         if place in self._consumers:
             self._found += _read(self._consumers[place], value.reshape(-1, math.prod(place.shape)), self._stacks)
 
-    def read_here(self, checks: Sequence[tuple[ThresholdCheck, int, int, int]], rows: torch.Tensor) -> None:
-        """Let checks read rows [rows, ...] that are about to be changed.
+    def read_here(self, gates: Sequence[tuple[Gate, int, int, int]], rows: torch.Tensor) -> None:
+        """Let gates read rows [rows, ...] that are about to be changed.
 
         Args:
-            checks: Each check, the index of its first row in `rows`, that row's index in the check, and the row count.
+            gates: Each gate, the index of its first row in `rows`, that row's index in the gate, and the row count.
             rows: The rows.
         """
-        consumers = [_Consumer(check.source.readout, row, first, count, check) for check, row, first, count in checks]
+        consumers = [_Consumer(gate.source.readout, row, first, count, gate) for gate, row, first, count in gates]
         _read(consumers, rows.flatten(1), self._stacks)
 
-    def keep(self) -> dict[int, tuple[ThresholdCheck, int]]:
+    def keep(self) -> dict[int, tuple[Gate, int]]:
         """Pass the values on to the sequences.
 
         Returns:
@@ -134,41 +135,40 @@ class ReadoutReader:
             values = found.values.cpu().numpy()
             features = None if found.features is None else found.features.cpu().numpy().astype(np.int32)
             for consumer, rows, columns in found.parts:
-                assert consumer.span
-                assert consumer.span.readouts
+                assert consumer.readouts
                 held = Values(values[rows, columns], None if features is None else features[rows, columns])
-                consumer.span.readouts.add(consumer.index, consumer.first, held)
+                consumer.readouts.add(consumer.index, consumer.first, held)
         ended = {}
         if self._stops:
             last = [span.start + span.count - 1 for span, _ in self._stops]
             opened = torch.cat([gate.opened([at]) for (_, gate), at in zip(self._stops, last, strict=True)]).tolist()
             for (span, gate), at, stops in zip(self._stops, last, opened, strict=True):
                 if stops:
-                    ended[span.row + span.count - 1] = gate.reason(at), at
+                    ended[span.row + span.count - 1] = gate, at
         return ended
 
 
 def _consumers(span: ReadSpan) -> Iterable[tuple[Place, _Consumer]]:
     stop = span.start + span.count
-    for index, one in enumerate(span.request.readouts):
-        assert span.readouts is not None
-        first = max(span.start, span.readouts.known[index])
+    readouts = span.readouts
+    for index, one in enumerate(readouts.asked if readouts else ()):
+        assert readouts
+        first = max(span.start, readouts.known[index])
         last = min(stop, one.tokens.stop or stop)
         if first < last:
             row = span.row + first - span.start
-            yield one.source.place, _Consumer(one.source.readout, row, first, last - first, None, span, index)
-    for gate in span.request.gates:
-        for check in gate.checks:
-            first, last = max(span.start, check.known), min(stop, check.stop or stop)
-            if first < last and not check.here:
-                row = span.row + first - span.start
-                yield check.source.place, _Consumer(check.source.readout, row, first, last - first, check)
+            yield one.source.place, _Consumer(one.source.readout, row, first, last - first, None, readouts, index)
+    for gate in span.gates:
+        first, last = max(span.start, gate.known), min(stop, gate.stop or stop)
+        if first < last and not gate.here:
+            row = span.row + first - span.start
+            yield gate.source.place, _Consumer(gate.source.readout, row, first, last - first, gate)
 
 
 def _read(consumers: Sequence[_Consumer], rows: torch.Tensor, stacks: Stacks) -> list[_Found]:
-    """Compute the consumers' readouts of rows [rows, hidden]; checks decide at once."""
+    """Compute the consumers' readouts of rows [rows, hidden]; gates decide at once."""
     linear = [consumer for consumer in consumers if consumer.readout.spec.kind == "linear"]
-    found, reads = list[_Found](), list[CheckedValues]()
+    found, reads = list[_Found](), list[GateValues]()
     if linear:
         found.append(_read_linear(linear, rows, stacks, reads))
     others: dict[Readout, list[_Consumer]] = {}
@@ -191,9 +191,7 @@ def _compact(consumers: Sequence[_Consumer], rows: torch.Tensor) -> tuple[torch.
     return rows[torch.tensor(wanted, device=rows.device)], {row: i for i, row in enumerate(wanted)}
 
 
-def _read_linear(
-    consumers: Sequence[_Consumer], rows: torch.Tensor, stacks: Stacks, reads: list[CheckedValues]
-) -> _Found:
+def _read_linear(consumers: Sequence[_Consumer], rows: torch.Tensor, stacks: Stacks, reads: list[GateValues]) -> _Found:
     stack = stacks.of(consumer.readout for consumer in consumers)
     some, at = _compact(consumers, rows)
     values = stack.values(some)
@@ -201,21 +199,21 @@ def _read_linear(
     for consumer in consumers:
         first = stack.first[consumer.readout]
         rows_of = slice(at[consumer.row], at[consumer.row] + consumer.count)
-        if consumer.check is None:
+        if consumer.gate is None:
             found.parts.append((consumer, rows_of, slice(first, first + consumer.readout.count)))
         else:
-            reads.append(CheckedValues(consumer.check, values[rows_of, first + consumer.check.column], consumer.first))
+            reads.append(GateValues(consumer.gate, values[rows_of, first + consumer.gate.column], consumer.first))
     return found
 
 
 def _read_features(
-    readout: Readout, consumers: Sequence[_Consumer], rows: torch.Tensor, reads: list[CheckedValues]
+    readout: Readout, consumers: Sequence[_Consumer], rows: torch.Tensor, reads: list[GateValues]
 ) -> list[_Found]:
-    """An autoencoder's features, a few rows at a time: the largest of each row, and those that checks read."""
+    """An autoencoder's features, a few rows at a time: the largest of each row, and those that gates read."""
     some, at = _compact(consumers, rows)
     tops = [asked.top_k or 0 for asked in map(_asked, consumers) if asked]
     most = min(max(tops, default=0), readout.count)
-    columns = [consumer.check.column for consumer in consumers if consumer.check]
+    columns = [consumer.gate.column for consumer in consumers if consumer.gate]
     values, index, read = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for part_of in torch.split(some, readout.rows_at_once):
         dense = readout.encode(part_of)  # [rows, features]
@@ -225,11 +223,11 @@ def _read_features(
         if columns:
             read.append(dense[:, columns])
     if columns:
-        joined, checks = torch.cat(read), [consumer for consumer in consumers if consumer.check]
-        for i, consumer in enumerate(checks):
-            assert consumer.check is not None
+        joined, gated = torch.cat(read), [consumer for consumer in consumers if consumer.gate]
+        for i, consumer in enumerate(gated):
+            assert consumer.gate is not None
             rows_of = slice(at[consumer.row], at[consumer.row] + consumer.count)
-            reads.append(CheckedValues(consumer.check, joined[rows_of, i], consumer.first))
+            reads.append(GateValues(consumer.gate, joined[rows_of, i], consumer.first))
     if not most:
         return []
     found = _Found(torch.cat(values), torch.cat(index))
@@ -241,4 +239,4 @@ def _read_features(
 
 
 def _asked(consumer: _Consumer) -> ResolvedReadout | None:
-    return consumer.span.request.readouts[consumer.index] if consumer.span else None
+    return consumer.readouts.asked[consumer.index] if consumer.readouts else None

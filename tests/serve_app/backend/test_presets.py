@@ -1,8 +1,9 @@
-"""Profiles over HTTP: used by name or as default, and recorded with the run."""
+"""Presets over HTTP: used by name or as default, and recorded with the run."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,10 +15,9 @@ import torch
 from deployments.accounts import OPERATOR
 from deployments.activations import load
 from deployments.activations.actors.store import connect
-from deployments.job import Job
 from deployments.options import home
-from serve_app.backend import profile_registry
-from serve_app.backend.profile_registry import Profiles
+from serve_app.backend import preset_registry
+from serve_app.backend.preset_registry import Presets
 from serve_app.http.errors import ApiError
 
 MODEL = "vitrine-demo"
@@ -39,7 +39,7 @@ def ask(served):
 
 @pytest.fixture
 def keep(ask):
-    """`keep(name, **fields)`: a profile that is there until the test ends."""
+    """`keep(name, **fields)`: a preset that is there until the test ends."""
     names = set()
 
     def keep(name: str, **fields):
@@ -64,7 +64,7 @@ def text(served, **fields):
 
 
 def recorded(served, **fields):
-    answer = post(served, session_id="profiles", **fields).json()
+    answer = post(served, session_id="presets", **fields).json()
     (run,) = answer["activations_meta"]["runs"]
     return load(next(iter(run["points"].values()))["uri"], run_id=run["run_id"])
 
@@ -74,7 +74,7 @@ def refused(answer):
     return answer.status_code, error["param"], error["code"]
 
 
-def test_a_profile_is_kept_shown_listed_replaced_and_deleted(ask, keep):
+def test_a_preset_is_kept_shown_listed_replaced_and_deleted(ask, keep):
     kept = keep("formal", interventions=[STEER], model=MODEL, description="formal speech")
     assert kept["interventions"] == [STEER]
     assert kept["default"] is False
@@ -88,24 +88,19 @@ def test_a_profile_is_kept_shown_listed_replaced_and_deleted(ask, keep):
     assert (len(first["data"]), first["has_more"]) == (1, True)
     assert keep("formal", interventions=[HALF])["interventions"] == [HALF]
     assert ask("GET", "formal").json()["model"] is None
-    assert ask("DELETE", "formal").json() == {"name": "formal", "object": "intervention_profile", "deleted": True}
+    assert ask("DELETE", "formal").json() == {"name": "formal", "object": "preset", "deleted": True}
     for method in ("GET", "DELETE"):
-        assert refused(ask(method, "formal")) == (404, "name", "profile_not_found")
-
-
-def test_a_store_that_is_started_again_knows_the_profiles(ask, keep, restart_store, eventually):
-    kept = keep("lasting", interventions=[STEER])
-    restart_store()
-    again = eventually(lambda: ask("GET", "lasting"), lambda answer: answer.status_code != 503)
-    assert again.json() == kept
+        assert refused(ask(method, "formal")) == (404, "name", "preset_not_found")
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"name": "x"}, None),
-        ({"name": "none", "interventions": [STEER]}, None),
-        ({"name": "x", "interventions": [STEER], "default": True}, None),
+        ({"name": "none", "interventions": [STEER]}, "name"),
+        ({"name": "x", "interventions": [STEER], "default": True}, "model"),
+        ({"name": "x", "temperature": 3}, "temperature"),
+        ({"name": "x", "stream": True}, "stream"),
         ({"name": "../x", "interventions": [STEER]}, "name"),
         ({"name": "x", "interventions": [STEER, STEER | {"op": "twist"}]}, "interventions[1]"),
         ({"name": "x", "interventions": [STEER | {"sclae": 1}]}, "interventions[0].sclae"),
@@ -113,86 +108,142 @@ def test_a_store_that_is_started_again_knows_the_profiles(ask, keep, restart_sto
         ({"name": "x", "interventoins": [STEER]}, "interventoins"),
     ],
 )
-def test_what_is_no_profile_is_refused_by_its_field(ask, body, param):
+def test_what_is_no_preset_is_refused_by_its_field(ask, body, param):
     answer = ask("POST", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert refused(ask("GET", "x"))[0] == 404
 
 
-def test_a_profile_for_a_model_that_is_served_has_to_fit_it(ask):
+def test_a_preset_for_a_model_that_is_served_has_to_fit_it(ask):
     for more, param in [
         ({"interventions": [HALF, HALF | {"point": "layers.99.output"}]}, "interventions[1].point"),
         ({"interventions": [STEER | {"vector": [1.0]}]}, "interventions[0].vector"),
         ({"interventions": [STEER | {"vector": "tensor-of-nobody"}]}, "interventions[0].vector"),
         ({"capture": {"points": ["layers.0.outptu"]}}, "capture.points[0]"),
+        ({"readouts": ["nobodys"]}, "readouts[0].name"),
+        ({"logit_lens": {"layers": [99]}}, "logit_lens.layers[0]"),
     ]:
         answer = ask("POST", json={"name": "misfit", "model": MODEL, "default": True} | more)
         assert refused(answer)[:2] == (400, param)
     assert refused(ask("GET", "misfit"))[0] == 404
 
 
-def test_a_request_uses_a_profile_by_its_name_and_none_else_does(served, keep, client):
+def test_a_request_uses_a_preset_by_its_name_and_none_else_does(served, keep, client):
     keep("steer", interventions=[STEER])
     plain, steered = text(served), text(served, interventions=[STEER])
     assert plain != steered
-    assert text(served, intervention_profile="steer") == steered
-    assert text(served, intervention_profile="none") == text(served) == plain
-    answer = post(served, intervention_profile="steer")
-    assert answer.headers["x-intervention-profile"] == "steer"
-    assert "x-intervention-profile" not in post(served).headers
+    assert text(served, preset="steer") == steered
+    assert text(served, preset="none") == text(served) == plain
+    answer = post(served, preset="steer")
+    assert answer.headers["x-vitrine-preset"] == "steer"
+    assert "x-vitrine-preset" not in post(served).headers
     with httpx.stream(
         "POST",
         f"{served.base_url}/completions",
-        json=BODY | {"stream": True, "intervention_profile": "steer"},
+        json=BODY | {"stream": True, "preset": "steer"},
         timeout=60,
     ) as stream:
-        assert stream.headers["x-intervention-profile"] == "steer"
+        assert stream.headers["x-vitrine-preset"] == "steer"
         assert stream.read()
 
 
-def test_a_profiles_interventions_come_before_the_requests_own_and_the_run_has_all(served, keep):
+def test_a_presets_interventions_come_before_the_requests_own_and_the_run_has_all(served, keep):
     keep("half", interventions=[HALF])
     capture = {"points": [POINT]}
-    both = recorded(served, intervention_profile="half", interventions=[STEER], capture=capture)
+    both = recorded(served, preset="half", interventions=[STEER], capture=capture)
     by_hand = recorded(served, interventions=[HALF, STEER], capture=capture)
     assert both.facts.interventions == by_hand.facts.interventions == [HALF, STEER]
     assert torch.equal(both[POINT], by_hand[POINT])
-    again = recorded(served, intervention_profile="none", interventions=both.facts.interventions, capture=capture)
+    again = recorded(served, preset="none", interventions=both.facts.interventions, capture=capture)
     assert torch.equal(again[POINT], both[POINT])
 
 
-def test_what_the_request_records_wins_over_the_profiles(served, keep):
+def test_a_preset_holds_other_fields_and_those_of_the_body_replace_them(served, keep):
+    keep("short", max_tokens=3, stop=["x"], logit_lens={"layers": [-1]}, readouts=[])
+    choice = post(served, preset="short", max_tokens=None).json()["choices"][0]
+    assert len(choice["logit_lens"]["content"]) == 3
+    assert text(served, preset="short") == text(served)  # the body has max_tokens
+    answer = post(served, preset="short", best_of=2, temperature=1)
+    assert answer.status_code == 200, answer.text
+
+
+def test_headers_choose_a_preset_and_add_fields_below_the_body(served, keep):
+    keep("half", interventions=[HALF])
+    keep("steer", interventions=[STEER])
+
+    def sent(headers, **fields):
+        body = {name: value for name, value in (BODY | fields).items() if value is not None}
+        return httpx.post(f"{served.base_url}/completions", json=body, headers=headers, timeout=60)
+
+    def of(answer):
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    assert of(sent({"X-Vitrine-Preset": "steer"})) == text(served, preset="steer")
+    assert of(sent({"X-Vitrine-Preset": "steer"}, preset="half")) == text(served, preset="half")
+    added = {"preset": "half", "interventions": [STEER], "max_tokens": 2, "session_id": "by-header"}
+    added["capture"] = {"points": [POINT], "tags": {"try": "1"}}
+    answer = sent({"X-Vitrine-Body": json.dumps(added)}, max_tokens=None)
+    (run,) = answer.json()["activations_meta"]["runs"]
+    assert answer.json()["activations_meta"]["session_id"] == "by-header"
+    facts = load(next(iter(run["points"].values()))["uri"], run_id=run["run_id"]).facts
+    assert facts.interventions == [HALF, STEER]
+    assert facts.tags == {"try": "1"}
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    large = {str(i): "x" * 1000 for i in range(20)}  # other processes read a body of this size
+    assert of(sent({"X-Vitrine-Preset": "steer"}, metadata=large)) == text(served, preset="steer")
+    for value, param in [("task=a", "X-Vitrine-Body"), ("[]", "X-Vitrine-Body"), ('{"captrue": 1}', "captrue")]:
+        assert refused(sent({"X-Vitrine-Body": value}))[:2] == (400, param)
+
+
+def test_a_tool_loop_of_the_openai_package_is_recorded_by_its_header_alone(client):
+    fields = {"session_id": "agent", "capture": {"points": [POINT], "tags": {"task": "arithmetic"}}}
+    agent = client.with_options(default_headers={"X-Vitrine-Body": json.dumps(fields)})
+    function = {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {}}}}
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": 48, "tools": [{"type": "function", "function": function}]}
+    messages = [{"role": "user", "content": "Ann has 3 boxes of 12 pens. How many pens is that?"}]
+    for turn in range(2):
+        choice = {"tool_choice": "required"} if turn == 0 else {}
+        message = agent.chat.completions.create(messages=messages, **asked, **choice).choices[0].message
+        runs = client.get("/activations/session/agent", cast_to=object)["runs"]
+        assert {run["run_id"]: run["tags"] for run in runs}[message.run_id] == {"task": "arithmetic"}
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "36"} for call in message.tool_calls or ()]
+        messages += [message, *results]
+
+
+def test_what_the_request_records_wins_over_the_presets(served, keep):
     keep("records", capture={"points": ["norm.output"], "tokens": "prompt"})
-    assert set(recorded(served, intervention_profile="records")) == {"norm.output"}
-    assert set(recorded(served, intervention_profile="records", store_activations=True)) == {"norm.output"}
-    assert set(recorded(served, intervention_profile="records", capture={"points": [POINT]})) == {POINT}
-    assert "activations_meta" not in post(served, intervention_profile="records", store_activations=False).json()
-    answer = post(served, intervention_profile="records", best_of=2, n=1, temperature=1)
+    assert set(recorded(served, preset="records")) == {"norm.output"}
+    assert set(recorded(served, preset="records", store_activations=True)) == {"norm.output"}
+    assert set(recorded(served, preset="records", capture={"points": [POINT]})) == {POINT}
+    assert "activations_meta" not in post(served, preset="records", store_activations=False).json()
+    answer = post(served, preset="records", best_of=2, n=1, temperature=1)
     assert refused(answer) == (400, "best_of", "invalid_value")
 
 
-def test_a_default_profile_is_used_by_who_names_none_of_its_model(served, ask, keep):
+def test_a_default_preset_is_used_by_who_names_none_of_its_model(served, ask, keep):
     plain, steered = text(served), text(served, interventions=[STEER])
     keep("other", model="another/model", default=True, interventions=[HALF])
     assert text(served) == plain
     keep("everybodys", model=MODEL, default=True, interventions=[STEER], capture={"points": ["norm.output"]})
     answer = post(served)
     assert answer.json()["choices"][0]["text"] == steered
-    assert answer.headers["x-intervention-profile"] == "everybodys"
+    assert answer.headers["x-vitrine-preset"] == "everybodys"
     assert "activations_meta" not in answer.json()  # it records where a request asks to
-    assert text(served, intervention_profile=None) == steered
-    assert text(served, intervention_profile="none") == plain
+    assert "activations_meta" in post(served, preset="everybodys").json()
+    assert text(served, preset=None) == steered
+    assert text(served, preset="none") == plain
     run = recorded(served, store_activations=True)
     assert set(run) == {"norm.output"}
     assert run.facts.interventions == [STEER]
     assert set(recorded(served, capture={"points": [POINT]})) == {POINT}
     keep("mine", interventions=[HALF])
-    halved = recorded(served, intervention_profile="mine", capture={"points": [POINT]})
+    halved = recorded(served, preset="mine", capture={"points": [POINT]})
     assert halved.facts.interventions == [HALF]
     keep("next", model=MODEL, default=True, interventions=[HALF])
     assert ask("GET", "everybodys").json()["default"] is False
-    assert post(served).headers["x-intervention-profile"] == "next"
+    assert post(served).headers["x-vitrine-preset"] == "next"
     ask("DELETE", "next")
     assert text(served) == plain
 
@@ -204,26 +255,26 @@ def no_step(statistics):
     assert statistics()["steps"] == before
 
 
-def test_what_does_not_fit_names_the_profile_or_the_requests_own_field(served, keep, statistics):
+def test_what_does_not_fit_names_the_preset_or_the_requests_own_field(served, keep, statistics):
     with no_step(statistics):
-        answer = post(served, intervention_profile="nobodys")
-        assert refused(answer) == (400, "intervention_profile", "profile_not_found")
+        answer = post(served, preset="nobodys")
+        assert refused(answer) == (400, "preset", "preset_not_found")
         assert "nobodys" in answer.json()["error"]["message"]
         keep("others", model="another/model", interventions=[HALF])
-        assert refused(post(served, intervention_profile="others"))[1:] == ("intervention_profile", "profile_not_found")
+        assert refused(post(served, preset="others"))[1:] == ("preset", "preset_not_found")
         keep("unfit", interventions=[HALF, {"op": "zero", "point": "layers.99.output"}])
-        answer = post(served, intervention_profile="unfit")
-        assert refused(answer)[:2] == (400, "intervention_profile")
+        answer = post(served, preset="unfit")
+        assert refused(answer)[:2] == (400, "preset")
         assert "'unfit', interventions[1].point: there is no layer 99" in answer.json()["error"]["message"]
         keep("fits", interventions=[HALF], capture={"points": ["layers.99.output"]})
         own = {"op": "zero", "point": "layers.98.output"}
-        answer = post(served, intervention_profile="fits", interventions=[HALF, own], capture={"points": [POINT]})
+        answer = post(served, preset="fits", interventions=[HALF, own], capture={"points": [POINT]})
         assert refused(answer)[:2] == (400, "interventions[1].point")
-        answer = post(served, intervention_profile="fits")
-        assert refused(answer)[:2] == (400, "intervention_profile")
+        answer = post(served, preset="fits")
+        assert refused(answer)[:2] == (400, "preset")
         assert "capture.points[0]" in answer.json()["error"]["message"]
-        assert refused(post(served, intervention_profile="../x"))[:2] == (400, "intervention_profile")
-        assert refused(post(served, intervention_profile={"x": 1}))[:2] == (400, "intervention_profile")
+        assert refused(post(served, preset="../x"))[:2] == (400, "preset")
+        assert refused(post(served, preset={"x": 1}))[:2] == (400, "preset")
 
 
 class Counted:
@@ -240,12 +291,12 @@ class Counted:
 
 def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_often(ask, keep, monkeypatch):
     store, now = Counted(connect(str(home() / "activations"))), [100.0]
-    monkeypatch.setattr(profile_registry.time, "monotonic", lambda: now[0])
-    other = Profiles(store)
+    monkeypatch.setattr(preset_registry.time, "monotonic", lambda: now[0])
+    other = Presets(store)
 
     async def default(times=1):
-        found = {(await other.applied(Job("j"), None, MODEL, None, None)).profile for _ in range(times)}
-        (name,) = found
+        found = [await other.chosen(OPERATOR, None, MODEL) for _ in range(times)]
+        (name,) = {one and one.name for one in found}
         return name
 
     async def scene():
@@ -253,60 +304,23 @@ def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_oft
         assert store.asked == ["client_data"]
         await asyncio.to_thread(keep, "seen", model=MODEL, default=True, interventions=[HALF])
         assert await default() is None
-        now[0] += profile_registry.FRESH_S + 0.01
+        now[0] += preset_registry.FRESH_S + 0.01
         assert await default(50) == "seen"
         assert store.asked == ["client_data"] * 2
         await asyncio.to_thread(ask, "DELETE", "seen")
-        now[0] += profile_registry.FRESH_S + 0.01
+        now[0] += preset_registry.FRESH_S + 0.01
         assert await default() is None
 
     asyncio.run(scene())
 
 
-class Slow:
-    """A store that answers when it is told to."""
-
-    def __init__(self):
-        self.answers = []
-
-    def __getattr__(self, name):
-        def remote(*_):
-            self.answers.append(asyncio.get_running_loop().create_future())
-            return self.answers[-1]
-
-        return SimpleNamespace(remote=remote)
-
-
-def test_a_request_that_waits_for_defaults_outlives_a_change_of_profiles(monkeypatch):
-    async def scene():
-        store = Slow()
-        other = Profiles(store)
-        waiting = asyncio.ensure_future(other.applied(Job("j"), None, MODEL, None, None))
-        await asyncio.sleep(0)
-        deleting = asyncio.ensure_future(other.delete(OPERATOR, "p"))
-        await asyncio.sleep(0)
-        asked, deleted = store.answers
-        deleted.set_result(True)
-        await deleting
-        asked.set_result((1, {}))
-        assert (await waiting).profile is None
-        again = asyncio.ensure_future(other.applied(Job("j"), None, MODEL, None, None))
-        for _ in range(2):  # it begins, and then the question that it asks
-            await asyncio.sleep(0)
-        assert len(store.answers) == 3  # what was asked before the change is not taken for what holds now
-        fields = {"name": "p", "model": MODEL, "interventions": [HALF]}
-        store.answers[2].set_result((2, {MODEL: fields}))
-        assert (await again).profile == "p"
-
-    asyncio.run(scene())
-
-
 def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_have(monkeypatch):
-    monkeypatch.setattr(profile_registry, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(preset_registry, "PATIENCE_S", 0.01)
 
     async def scene():
+        silent = SimpleNamespace(remote=lambda *_: asyncio.get_running_loop().create_future())
         with pytest.raises(ApiError) as refused:
-            await Profiles(Slow()).applied(Job("j"), None, MODEL, None, None)
+            await Presets(SimpleNamespace(client_data=silent)).chosen(OPERATOR, None, MODEL)
         assert refused.value.status == 503
 
     asyncio.run(scene())
@@ -314,19 +328,19 @@ def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_
 
 @pytest.mark.usefixtures("cluster")
 def test_while_the_store_does_not_answer_what_was_known_last_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_registry, "PATIENCE_S", 60)
-    monkeypatch.setattr(profile_registry, "FRESH_S", 0.0)
+    monkeypatch.setattr(preset_registry, "PATIENCE_S", 60)
+    monkeypatch.setattr(preset_registry, "FRESH_S", 0.0)
     store = connect(str(tmp_path))
-    asked = Profiles(store)
+    asked = Presets(store)
 
     async def default():
-        return (await asked.applied(Job("j"), None, "m", None, None)).profile
+        return (await asked.chosen(OPERATOR, None, "m")).name
 
     async def scene():
         fields = {"name": "p", "model": "m", "default": True, "interventions": [HALF]}
-        await asked.put(OPERATOR, profile_registry.Profile.model_validate(fields))
+        await asked.put(OPERATOR, preset_registry.PresetBody.model_validate(fields))
         assert await default() == "p"
-        monkeypatch.setattr(profile_registry, "PATIENCE_S", 0.2)
+        monkeypatch.setattr(preset_registry, "PATIENCE_S", 0.2)
         ray.kill(store)
         assert [await default() for _ in range(3)] == ["p"] * 3
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load, save
 
 from deployments.accounts import Account
-from deployments.client_data import readouts
-from deployments.client_data.readouts import ReadoutFiles
 from deployments.errors import RequestError
+from deployments.readouts import files as readout_files
+from deployments.readouts.files import ReadoutFiles
 
 ANN, BOB, ADMIN = Account("ann", is_admin=False), Account("bob", is_admin=False), Account("root")
 ROOM = 1 << 20
@@ -79,5 +79,5 @@ def test_a_start_reads_no_values_of_what_was_checked_before(tmp_path: Path, monk
     def read(*_: object) -> None:
         raise AssertionError("the whole file is read")
 
-    monkeypatch.setattr(readouts, "define", read)
+    monkeypatch.setattr(readout_files, "define", read)
     assert ReadoutFiles(tmp_path).get("truth") == kept

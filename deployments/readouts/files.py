@@ -1,20 +1,28 @@
-"""Checks an uploaded readout file: returns its definition with consistent tensors, or rejects it by field."""
+"""Readouts' files: the checks of an uploaded one, and those on disk.
+
+A file `<root>/.readouts/<name>.safetensors` has its spec in the metadata. Names are per owner.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
 
+from deployments.accounts import OPERATOR, Account
+from deployments.client_data.files import ClientFile, ClientFiles
 from deployments.errors import RequestError
-from deployments.points.readouts import ReadoutSpec
+from deployments.readouts.spec import ReadoutSpec
 
 MAX_HEADER_BYTES = 1 << 20
+_METADATA_KEY = "vitrine"  # of a file's metadata: the readout's id, the entries of a row that it reads, and its values
 _DTYPES = ("F16", "BF16", "F32", "F64")
 _OF_METADATA = ("name", "model", "point", "kind", "activation", "description")
 # Tensors of each kind: their dimensions by name, and whether they are required.
@@ -159,3 +167,51 @@ def _sizes(spec: ReadoutSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 def _refused(message: str) -> RequestError:
     return RequestError(message, "file", "invalid_readout_file")
+
+
+class ReadoutFiles(ClientFiles):
+    """Every readout below one root."""
+
+    folder, kind, verb, full = ".readouts", "readouts", "install", "readout_store_full"
+    most_files = 1 << 10
+
+    def described(self, path: Path) -> tuple[str, dict[str, Any]]:
+        """What the file's metadata say."""
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+        id, hidden, values = json.loads(metadata[_METADATA_KEY])
+        return id, _about(ReadoutSpec.model_validate_json(metadata["spec"]), hidden, values)
+
+    def put(
+        self,
+        data: bytes,
+        spec: Mapping[str, Any] | None,
+        most: int,
+        account: Account = OPERATOR,
+    ) -> dict[str, Any]:
+        """Store a readout with its spec, as `keep` does. RequestError if it is not a valid readout."""
+        defined = define(data, spec)
+        id = _id(defined)
+        metadata = {"spec": _spec_json(defined.spec), _METADATA_KEY: json.dumps([id, defined.hidden, defined.size])}
+        kept = save(defined.tensors, metadata)
+        about = _about(defined.spec, defined.hidden, defined.size)
+        new = ClientFile(defined.spec.name, account.owner, id, len(kept), 0.0, about)
+        return self.keep(new, kept, most, account)
+
+
+def _spec_json(spec: ReadoutSpec) -> str:
+    return spec.model_dump_json(exclude_none=True, exclude_defaults=True)
+
+
+def _id(defined: Definition) -> str:
+    """Another one for other tensors or another spec."""
+    digest = hashlib.sha256(_spec_json(defined.spec).encode())
+    for name, tensor in sorted(defined.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return f"readout-{digest.hexdigest()[:32]}"
+
+
+def _about(spec: ReadoutSpec, hidden: int, values: int) -> dict[str, Any]:
+    said = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    return {"object": "readout", **said, "activation": spec.activation, "hidden": hidden, "values": values}

@@ -1,17 +1,16 @@
-"""Readouts as data: their definition, the request's field that asks for their values, and conditions on them."""
+"""Readouts as data: their definition, the request's fields that name them, and rows of values. It imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from deployments.points.strict import Strict
 from deployments.points.token_choices import TokenChoice
 
 MOST_READOUTS = 64  # of a request
-MOST_CONDITIONS = 8  # of one gate
 MOST_FEATURES = 1024  # of one token
 DEFAULT_TOP_K = 10
 COLUMN = "readouts."  # prefix of a stored column's name
@@ -110,106 +109,52 @@ AskedReadouts = Annotated[
 ]
 
 
-class _Condition(Strict):
-    model_config = ConfigDict(frozen=True)
-
-
-class Threshold(_Condition):
+class Condition(Strict):
     """A condition on one value of a readout.
 
     Attributes:
         readout: The readout's name.
         above: Met while the value is above this.
         below: Met while the value is below this.
-        between: Met while the value is between these two, both included.
         feature: The value's index.
         label: The value's label.
         rows: Met after this many consecutive rows.
-        until_below: Once met, the condition stays met until the value is below this.
-        ema: Compare the exponential moving average of the values, with this weight for the last average.
     """
+
+    model_config = ConfigDict(frozen=True)
 
     readout: ReadoutName
     above: Number | None = None
     below: Number | None = None
-    between: Annotated[list[Number], Field(min_length=2, max_length=2)] | None = None
     feature: int | None = Field(default=None, ge=0)
     label: str | None = Field(default=None, max_length=256)
     rows: int = Field(default=1, ge=1, le=1024, alias="for")
-    until_below: Number | None = None
-    ema: float | None = Field(default=None, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _compares_once(self) -> Threshold:
-        if sum(one is not None for one in (self.above, self.below, self.between)) != 1:
-            raise ValueError("give one of above, below and between")
-        if self.between and self.between[0] > self.between[1]:
-            raise ValueError("between: the first number must not be above the second")
+    def _compares_once(self) -> Condition:
+        if (self.above is None) == (self.below is None):
+            raise ValueError("give either above or below")
         if self.feature is not None and self.label is not None:
             raise ValueError("give feature or label, not both")
-        if self.until_below is not None and (self.above is None or self.until_below > self.above):
-            raise ValueError("until_below needs above, and must not be larger")
         return self
 
 
-class AllOf(_Condition):
-    """Met while all of its conditions are met."""
+@dataclass(frozen=True)
+class ReadoutRows:
+    """Rows of a readout, all of the prompt's tokens or all of generated ones.
 
-    all: list[Condition] = Field(min_length=1, max_length=MOST_CONDITIONS)
+    Attributes:
+        name: The readout.
+        labels: The labels of its values, if it has any.
+        generated: Whether the tokens are generated ones.
+        index: Each row's token, by its index among the prompt's or the generated tokens.
+        values: The values of each row; for an autoencoder, those of `features`.
+        features: The feature indices of each row, the largest value first; None for a linear readout.
+    """
 
-
-class AnyOf(_Condition):
-    """Met while at least one of its conditions is met."""
-
-    any: list[Condition] = Field(min_length=1, max_length=MOST_CONDITIONS)
-
-
-class Not(_Condition):
-    """Met while its condition is not met."""
-
-    negated: Condition = Field(alias="not")
-
-
-def _tag(value: Any) -> str | None:
-    if isinstance(value, _Condition):
-        return f"when:{type(value).__name__}"
-    if not isinstance(value, dict):
-        return None
-    forms = {"all": "AllOf", "any": "AnyOf", "not": "Not"}
-    return f"when:{next((form for name, form in forms.items() if name in value), 'Threshold')}"
-
-
-Condition = Annotated[
-    Annotated[Threshold, Tag("when:Threshold")]
-    | Annotated[AllOf, Tag("when:AllOf")]
-    | Annotated[AnyOf, Tag("when:AnyOf")]
-    | Annotated[Not, Tag("when:Not")],
-    Discriminator(
-        _tag,
-        custom_error_type="unknown_condition",
-        custom_error_message='a condition is {"readout": "...", "above": 0.5}, or of others: all, any, not',
-    ),
-]
-AllOf.model_rebuild()
-AnyOf.model_rebuild()
-Not.model_rebuild()
-
-
-def thresholds(condition: Any) -> Iterator[Threshold]:
-    """The conditions on single values within a condition."""
-    if isinstance(condition, Threshold):
-        yield condition
-    elif isinstance(condition, Not):
-        yield from thresholds(condition.negated)
-    else:
-        for inner in condition.all if isinstance(condition, AllOf) else condition.any:
-            yield from thresholds(inner)
-
-
-def _few(condition: Any) -> Any:
-    if sum(1 for _ in thresholds(condition)) > MOST_CONDITIONS:
-        raise ValueError(f"at most {MOST_CONDITIONS} conditions")
-    return condition
-
-
-When = Annotated[Condition, AfterValidator(_few)]
+    name: str
+    labels: tuple[str, ...] | None
+    generated: bool
+    index: list[int]
+    values: list[list[float]]
+    features: list[list[int]] | None = None

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from deployments.accounts import OPERATOR
 from deployments.errors import RequestError
-from deployments.interventions.held_readouts import HeldReadouts
-from deployments.job import Job
-from deployments.points.readouts import AskedReadout
+from deployments.readouts.cache import NamedReadout, ReadoutCache
 
 HIDDEN = 64
 
@@ -46,12 +45,12 @@ class Store:
         return save({"weight": torch.ones(1, HIDDEN)}, {"spec": json.dumps(spec)})
 
 
-def job(id: str, *names: str) -> Job:
-    return Job(id, prompts=["a"], readouts=tuple(AskedReadout(name=name) for name in names))
+def named(*names: str) -> dict[str, NamedReadout]:
+    return {name: NamedReadout(f"readouts[{i}].name", OPERATOR) for i, name in enumerate(names)}
 
 
-def held(store: Store, most: int = 2000, model: str = "demo") -> HeldReadouts:
-    return HeldReadouts(model, torch.device("cpu"), store, most, ThreadPoolExecutor(1))
+def held(store: Store, most: int = 2000, model: str = "demo") -> ReadoutCache:
+    return ReadoutCache(model, torch.device("cpu"), store, most, ThreadPoolExecutor(1))
 
 
 def test_what_is_held_is_fetched_once_and_what_was_used_longest_ago_goes_first() -> None:
@@ -61,7 +60,7 @@ def test_what_is_held_is_fetched_once_and_what_was_used_longest_ago_goes_first()
     async def run() -> None:
         for number, name in enumerate("aabcdba"):
             with table.lending(str(number)):
-                assert list(await table.fetch(job(str(number), name))) == [name]
+                assert list(await table.fetch(str(number), named(name))) == [name]
 
     asyncio.run(run())
     assert store.fetched == ["a", "b", "c", "d", "a"]
@@ -73,12 +72,12 @@ def test_readouts_in_use_stay_and_a_request_for_more_is_told_so() -> None:
 
     async def run() -> None:
         with table.lending("1"), table.lending("2"):
-            await table.fetch(job("1", "a", "b"))
+            await table.fetch("1", named("a", "b"))
             with pytest.raises(RequestError, match="other requests' readouts take the memory") as refused:
-                await table.fetch(job("2", "c", "d"))
+                await table.fetch("2", named("c", "d"))
             assert (refused.value.status, refused.value.code) == (429, "server_busy")
         with table.lending("3"), pytest.raises(RequestError, match="limit is 2000") as refused:
-            await table.fetch(job("3", "a", "b", "c", "d"))
+            await table.fetch("3", named("a", "b", "c", "d"))
         assert refused.value.field == "readouts[3].name"
 
     asyncio.run(run())
@@ -88,5 +87,5 @@ def test_readouts_in_use_stay_and_a_request_for_more_is_told_so() -> None:
 def test_what_is_not_there_for_the_model_is_refused_by_field(model: str, name: str) -> None:
     table = held(Store("a"), model=model)
     with pytest.raises(RequestError, match="readout") as refused:
-        asyncio.run(table.fetch(job("1", name)))
+        asyncio.run(table.fetch("1", named(name)))
     assert (refused.value.field, refused.value.code) == ("readouts[0].name", "readout_not_found")

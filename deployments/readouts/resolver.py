@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from deployments.engine.gates import Gate, Source, ThresholdCheck
-from deployments.engine.request import ResolvedReadout
 from deployments.errors import RequestError
 from deployments.places.place import Point
 from deployments.places.points import Points
-from deployments.points.readouts import DEFAULT_TOP_K, AskedReadout, Condition, Threshold
 from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve
+from deployments.readouts.gates import Gate, Source
+from deployments.readouts.sequence import ResolvedReadout
+from deployments.readouts.spec import DEFAULT_TOP_K, AskedReadout, Condition
 from deployments.readouts.values import Readout
 
 
-class UsedReadouts:
+class ReadoutResolver:
     """The readouts that a request's fields name."""
 
     def __init__(self, sources: Mapping[str, tuple[Source, Point]], asked: Mapping[str, AskedReadout]) -> None:
@@ -29,7 +29,7 @@ class UsedReadouts:
         self._asked = asked
 
     @classmethod
-    def of(cls, points: Points, held: Mapping[str, Readout], asked: Sequence[AskedReadout]) -> UsedReadouts:
+    def of(cls, points: Points, held: Mapping[str, Readout], asked: Sequence[AskedReadout]) -> ReadoutResolver:
         """Look up the points.
 
         Args:
@@ -98,19 +98,15 @@ class UsedReadouts:
             RequestError: It refers to a readout that the request does not use, or acts too late for the prompt's
                 tokens.
         """
-
-        def check(spec: Threshold) -> ThresholdCheck:
-            source, column = self._value(spec, field)
-            lag = int(source.place.order > point.place.order)
-            if lag and tokens.first < prompt:
-                message = (
-                    f"{spec.readout} is read after {point.name}, so the gate acts on the next token's row: "
-                    "choose generated tokens"
-                )
-                raise RequestError(message, field, "gate_too_late")
-            return ThresholdCheck(source, column, spec, tokens, lag, here=source.place == point.place)
-
-        return Gate(condition, check)
+        source, column = self._value(condition, field)
+        lag = int(source.place.order > point.place.order)
+        if lag and tokens.first < prompt:
+            message = (
+                f"{condition.readout} is read after {point.name}, so the gate acts on the next token's row: "
+                "choose generated tokens"
+            )
+            raise RequestError(message, field, "gate_too_late")
+        return Gate(source, column, condition, tokens, lag, here=source.place == point.place)
 
     def stop(self, condition: Condition, prompt: int, field: str = "stop_when") -> Gate:
         """The condition that ends a sequence's answer; it reads from the row that predicts the first new token.
@@ -118,24 +114,19 @@ class UsedReadouts:
         Raises:
             RequestError: It refers to a readout that the request does not use.
         """
+        return Gate(*self._value(condition, field), condition, Tokens(prompt - 1))
 
-        def check(spec: Threshold) -> ThresholdCheck:
-            source, column = self._value(spec, field)
-            return ThresholdCheck(source, column, spec, Tokens(prompt - 1))
-
-        return Gate(condition, check)
-
-    def _value(self, spec: Threshold, field: str) -> tuple[Source, int]:
-        if spec.readout not in self._asked:
-            message = f"the request does not use the readout {spec.readout!r}: name it in readouts"
+    def _value(self, condition: Condition, field: str) -> tuple[Source, int]:
+        if condition.readout not in self._asked:
+            message = f"the request does not use the readout {condition.readout!r}: name it in readouts"
             raise RequestError(message, f"{field}.readout", "readout_not_used")
-        source, _ = self._sources[spec.readout]
+        source, _ = self._sources[condition.readout]
         readout = source.readout
-        column = readout.column(spec.feature, spec.label)
+        column = readout.column(condition.feature, condition.label)
         if column is None:
             has = f"labels {', '.join(readout.spec.labels)}" if readout.spec.labels else f"{readout.count} values"
-            name = "label" if spec.label is not None else "feature"
-            raise RequestError(f"{spec.readout} has {has}: name one of them", f"{field}.{name}")
+            name = "label" if condition.label is not None else "feature"
+            raise RequestError(f"{condition.readout} has {has}: name one of them", f"{field}.{name}")
         return source, column
 
 

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder
 from saes_by_hand import linear, sae
 
 from deployments.errors import RequestError
-from deployments.readouts.checks import define
+from deployments.readouts.files import define
 
 HIDDEN = 8
 

@@ -1,6 +1,7 @@
-"""Profiles of capture and interventions that clients keep in a store, and the models' default profiles.
+"""Presets that clients keep in a store, and the models' default presets.
 
-Each is a file `.profiles/<name>@<owner>.json` below the store's root, without an owner `<name>.json`.
+Each is a file `.presets/<name>@<owner>.json` below the store's root, without an owner `<name>.json`. The ingress
+validates their fields.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -19,18 +20,18 @@ from deployments.activations.facts import explained
 from deployments.activations.files.disk import write
 from deployments.client_data.files import files_in, remove
 from deployments.errors import RequestError
-from deployments.points.profiles import Profile
 
-MAX_PROFILES = 1024  # of one owner
+MAX_PRESETS = 1024  # of one owner
 MAX_BYTES = 1 << 20  # of one
-FOLDER = ".profiles"
+FOLDER = ".presets"
+FORMER_FOLDER = ".profiles"  # of versions that called presets profiles
 _FILE = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})(?:@([A-Za-z0-9_.-]+))?\.json")
 
 logger = logging.getLogger(__name__)
 
 
-class _StoredProfile(NamedTuple):
-    """A stored profile; `created` is in Unix seconds, `body` what it does as JSON, left out of lists."""
+class StoredPreset(NamedTuple):
+    """A stored preset; `created` is in Unix seconds, `body` the preset as it was sent, as JSON."""
 
     name: str
     owner: str | None
@@ -41,10 +42,11 @@ class _StoredProfile(NamedTuple):
     body: str
 
     @classmethod
-    def of(cls, profile: Profile, owner: str | None, created: float) -> _StoredProfile:
-        """A profile as it is stored."""
-        body = profile.model_dump_json(by_alias=True, exclude_unset=True, exclude={"default"})
-        return cls(profile.name, owner, profile.model, profile.description, created, profile.default, body)
+    def of(cls, preset: Mapping[str, Any], owner: str | None, created: float) -> StoredPreset:
+        """A preset, with its name and whether it is a default among its fields, as it is stored."""
+        body = json.dumps({name: value for name, value in preset.items() if name != "default"})
+        about = preset.get("model"), preset.get("description")
+        return cls(preset["name"], owner, *about, created, bool(preset.get("default")), body)
 
     @property
     def file_name(self) -> str:
@@ -55,18 +57,18 @@ class _StoredProfile(NamedTuple):
     def as_file(self) -> bytes:
         """What its file holds."""
         head = json.dumps({"created": self.created, "default": self.is_default})
-        return f'{head[:-1]}, "profile": {self.body}}}'.encode()
+        return f'{head[:-1]}, "preset": {self.body}}}'.encode()
 
     def as_json(self, account: Account, is_whole: bool = True) -> dict[str, Any]:
         """The same for an answer."""
         listed = {name: getattr(self, name) for name in ("name", "model", "description", "created")}
-        listed |= {"object": "intervention_profile", "default": self.is_default}
+        listed |= {"object": "preset", "default": self.is_default}
         own = json.loads(self.body) if is_whole else {}
         return {**own, **listed, **({} if account.owner is None else {"owner": self.owner})}
 
 
-class StoredProfiles:
-    """Every profile of a store; each owner has names of their own.
+class StoredPresets:
+    """Every preset of a store; each owner has names of their own.
 
     Reads may come from several threads, changes from one at a time. Changes raise StoreError on a disk error.
     """
@@ -75,16 +77,18 @@ class StoredProfiles:
         """Read what there is in the store's directory; links are not followed, other names are passed over."""
         self._root = root
         self._lock = Lock()
-        self._profiles: dict[tuple[str, str], _StoredProfile] = {}  # by name and owner, "" without one
+        self._presets: dict[tuple[str, str], StoredPreset] = {}  # by name and owner, "" without one
+        if (former := root / FORMER_FOLDER).is_dir() and not (root / FOLDER).exists():
+            former.rename(root / FOLDER)
         found = [one for item in files_in(root / FOLDER) if (one := _read(Path(item.path)))]
         for one in sorted(found, key=lambda one: one.created):  # a crash may leave a model's last default as one
             self._take(one)
         self._version = time.time_ns()  # of the defaults
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
-        """Up to `limit` profiles that the account may read, by name, after `after` (an admin's is `name@owner`).
+        """Up to `limit` presets that the account may read, by name, after `after` (an admin's is `name@owner`).
 
-        A default is among them also where the account has a profile of its name, since it applies to their requests.
+        A default is among them also where the account has a preset of its name, since it applies to their requests.
         """
         kept = self._stored()
         seen = [one for one in kept if one.is_default or account.may_change(one.owner)]
@@ -93,19 +97,19 @@ class StoredProfiles:
             seen = [one for one in seen if ((one.name, one.owner or "") > (name, owner) if at else one.name > name)]
         return [one.as_json(account, is_whole=False) for one in seen[:limit]]
 
-    def put(self, profile: Profile, account: Account = OPERATOR) -> dict[str, Any]:
-        """Keep a profile, in the place of one of its name, and of the model's last default if it is one.
+    def put(self, preset: Mapping[str, Any], account: Account = OPERATOR) -> dict[str, Any]:
+        """Keep a preset as it was sent, in the place of one of its name, and of the model's last default if it is one.
 
         Durable when it returns, with what `get` returns. RequestError if it is too large, its owner has too many, or
         an owner who is no admin changes a default, which affects other users.
         """
-        new = _StoredProfile.of(profile, account.owner, time.time())
+        new = StoredPreset.of(preset, account.owner, time.time())
         if (size := len(new.body.encode())) > MAX_BYTES:
-            message = f"{size} bytes, and a profile has {MAX_BYTES} at most: send vectors as tensor files"
-            raise RequestError(message, None, "profile_too_large", 413)
+            message = f"{size} bytes, and a preset has {MAX_BYTES} at most: send vectors as tensor files"
+            raise RequestError(message, None, "preset_too_large", 413)
         own = {one.name: one for one in self._stored() if one.owner == account.owner}
-        if len(own.keys() - {new.name}) >= MAX_PROFILES:
-            raise RequestError(f"there are {MAX_PROFILES} profiles: delete some", None, "profile_store_full")
+        if len(own.keys() - {new.name}) >= MAX_PRESETS:
+            raise RequestError(f"there are {MAX_PRESETS} presets: delete some", None, "preset_store_full")
         is_news = new.is_default or (new.name in own and own[new.name].is_default)
         if is_news and not account.is_admin:
             raise _defaults_are_admins()
@@ -118,31 +122,12 @@ class StoredProfiles:
         return new.as_json(account)
 
     def get(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
-        """A profile: their own, else one without an owner, else a default; an admin may name its `owner`."""
-        kept = self._find(name, account, owner)
+        """What `find` finds, for an answer."""
+        kept = self.find(name, account, owner)
         return kept.as_json(account) if kept else None
 
-    def defaults(self, known: int | None) -> tuple[int, dict[str, dict[str, Any]]] | None:
-        """The models' default profiles, and the version of all that is known; None where `known` is that version."""
-        version = self._version  # before the rest: what changes meanwhile is news once more
-        if version == known:
-            return None
-        return version, {one.model: one.as_json(OPERATOR) for one in self._stored() if one.is_default and one.model}
-
-    def delete(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
-        """Delete a profile, found as by `get`; false if the account may change none. Defaults are admins'."""
-        kept = self._find(name, account, owner)
-        if kept is None or not account.may_change(kept.owner):
-            return False
-        if kept.is_default and not account.is_admin:
-            raise _defaults_are_admins()
-        remove(self._root, FOLDER, kept.file_name)
-        with self._lock:
-            del self._profiles[kept.name, kept.owner or ""]
-        self._tell(kept.is_default)
-        return True
-
-    def _find(self, name: str, account: Account, owner: str | None) -> _StoredProfile | None:
+    def find(self, name: str, account: Account, owner: str | None = None) -> StoredPreset | None:
+        """A preset: their own, else one without an owner, else a default; an admin may name its `owner`."""
         of_name = sorted((one for one in self._stored() if one.name == name), key=lambda one: one.model or "")
         by_owner = {one.owner: one for one in of_name}
         if owner is not None:
@@ -151,24 +136,44 @@ class StoredProfiles:
         found = [by_owner[one] for one in own if one in by_owner] + [one for one in of_name if one.is_default]
         return found[0] if found else None
 
-    def _stored(self) -> Sequence[_StoredProfile]:
+    def defaults(self, known: int | None) -> tuple[int, dict[str, StoredPreset]] | None:
+        """The models' default presets, and the version of all that is known; None where `known` is that version."""
+        version = self._version  # before the rest: what changes meanwhile is news once more
+        if version == known:
+            return None
+        return version, {one.model: one for one in self._stored() if one.is_default and one.model}
+
+    def delete(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
+        """Delete a preset, found as by `find`; false if the account may change none. Defaults are admins'."""
+        kept = self.find(name, account, owner)
+        if kept is None or not account.may_change(kept.owner):
+            return False
+        if kept.is_default and not account.is_admin:
+            raise _defaults_are_admins()
+        remove(self._root, FOLDER, kept.file_name)
+        with self._lock:
+            del self._presets[kept.name, kept.owner or ""]
+        self._tell(kept.is_default)
+        return True
+
+    def _stored(self) -> Sequence[StoredPreset]:
         """All of them, by name and owner."""
         with self._lock:
-            return [self._profiles[key] for key in sorted(self._profiles)]
+            return [self._presets[key] for key in sorted(self._presets)]
 
-    def _write(self, one: _StoredProfile) -> None:
+    def _write(self, one: StoredPreset) -> None:
         write(self._root, FOLDER, one.file_name, one.as_file)
 
-    def _take(self, new: _StoredProfile) -> Sequence[_StoredProfile]:
-        """Keep a profile in memory; returns the defaults that are no more, as they are now."""
+    def _take(self, new: StoredPreset) -> Sequence[StoredPreset]:
+        """Keep a preset in memory; returns the defaults that are no more, as they are now."""
         with self._lock:
-            self._profiles[new.name, new.owner or ""] = new
+            self._presets[new.name, new.owner or ""] = new
             last = [
                 (key, one._replace(is_default=False))
-                for key, one in self._profiles.items()
+                for key, one in self._presets.items()
                 if new.is_default and one.is_default and one.model == new.model and one is not new
             ]
-            self._profiles |= last
+            self._presets |= last
         return [one for _, one in last]
 
     def _tell(self, is_news: bool) -> None:
@@ -177,14 +182,14 @@ class StoredProfiles:
             self._version = max(self._version + 1, time.time_ns())
 
 
-def _read(path: Path) -> _StoredProfile | None:
-    """The profile of a file; None if it has another name than a profile's, or cannot be read."""
+def _read(path: Path) -> StoredPreset | None:
+    """The preset of a file; None if it has another name than a preset's, or cannot be read."""
     if (match := _FILE.fullmatch(path.name)) is None:
         return None
     try:
         said = json.loads(path.read_bytes())
-        profile = Profile.model_validate(said["profile"] | {"name": match[1], "default": said["default"]})
-        one = _StoredProfile.of(profile, match[2], float(said["created"]))
+        fields = said["preset"] if "preset" in said else said["profile"]
+        one = StoredPreset.of(fields | {"name": match[1], "default": said["default"]}, match[2], float(said["created"]))
     except (OSError, ValueError, KeyError, TypeError):  # others are served all the same
         logger.exception("%s cannot be read and is not listed", path)
         return None

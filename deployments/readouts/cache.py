@@ -7,19 +7,24 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from deployments.accounts import Account
 from deployments.errors import RequestError
-from deployments.job import Job
-from deployments.points.interventions import ChangeFeature
-from deployments.points.readouts import thresholds
-from deployments.readouts.checks import define
+from deployments.readouts.files import define
 from deployments.readouts.values import Readout
 
 
-class HeldReadouts:
+class NamedReadout(NamedTuple):
+    """The field of a request that names a readout, and the account that may read it."""
+
+    field: str
+    reader: Account
+
+
+class ReadoutCache:
     """The readouts used last; those of running requests are kept."""
 
     def __init__(
@@ -56,38 +61,43 @@ class HeldReadouts:
         finally:
             self._used.pop(job, None)
 
-    async def fetch(self, job: Job) -> dict[str, Readout]:
+    async def fetch(self, job: str, named: Mapping[str, NamedReadout]) -> dict[str, Readout]:
         """The readouts that a job names, by their names.
+
+        Args:
+            job: The job's id.
+            named: The names.
 
         Raises:
             RequestError: A readout does not exist, is for another model, or does not fit; names the field.
             StoreError: The disk fails.
         """
         found = {}
-        for name, field in _named(job).items():
-            known: Mapping[str, Any] | None = await self._store.client_data.remote("readouts", "get", name, job.account)
+        for name, (field, reader) in named.items():
+            known: Mapping[str, Any] | None = await self._store.client_data.remote("readouts", "get", name, reader)
             if known is None:
                 raise RequestError(f"there is no readout {name!r}", field, "readout_not_found")
             if known["model"] != self._model:
                 message = f"the readout {name!r} is for the model {known['model']!r}"
                 raise RequestError(message, field, "readout_not_found")
             async with self._bringing:
-                found[name] = await self._one(job, name, known["id"], field)
+                found[name] = await self._one(job, name, known["id"], named[name])
         return found
 
-    async def _one(self, job: Job, name: str, id: str, field: str) -> Readout:
+    async def _one(self, job: str, name: str, id: str, named: NamedReadout) -> Readout:
+        field, reader = named
         if id not in self._held:
-            data: bytes | None = await self._store.client_data.remote("readouts", "read", name, job.account)
+            data: bytes | None = await self._store.client_data.remote("readouts", "read", name, reader)
             if data is None:
                 raise RequestError(f"there is no readout {name!r}", field, "readout_not_found")
-            self._make_room(len(data), job.id, field)
+            self._make_room(len(data), job, field)
             loop = asyncio.get_running_loop()
             self._held[id] = await loop.run_in_executor(
                 self._pool, lambda: Readout(define(data), self._device, self._batch_invariant)
             )
-            self._make_room(0, job.id, field, keep=id)
+            self._make_room(0, job, field, keep=id)
         self._held.move_to_end(id)
-        self._used.setdefault(job.id, set()).add(id)
+        self._used.setdefault(job, set()).add(id)
         return self._held[id]
 
     def _make_room(self, size: int, job: str, field: str, keep: str | None = None) -> None:
@@ -111,17 +121,3 @@ class HeldReadouts:
     @property
     def _bytes(self) -> int:
         return sum(one.bytes for one in self._held.values())
-
-
-def _named(job: Job) -> dict[str, str]:
-    """The readout names in a job's fields, each with its field."""
-    found = {one.name: f"readouts[{i}].name" for i, one in enumerate(job.readouts)}
-    for field, spec in job.all_changes.items():
-        if isinstance(spec, ChangeFeature):
-            found.setdefault(spec.sae, f"{field}.sae")
-    for field, condition in job.conditions.items():
-        for one in thresholds(condition):
-            if one.readout not in found:
-                message = f"the request does not use the readout {one.readout!r}: name it in readouts"
-                raise RequestError(message, f"{field}.readout", "readout_not_used")
-    return found
