@@ -16,11 +16,12 @@ import serve_app.openapi_examples as examples
 from deployments.accounts import Account
 from deployments.errors import RequestError
 from deployments.job import Job
-from deployments.messages import Message
+from deployments.messages import Message, Refusal
 from deployments.points.capture import Capture
 from serve_app.answers import Answer, Kind
 from serve_app.backend.backend import Backend
 from serve_app.http.bodies import JsonRoute
+from serve_app.http.errors import ApiError
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.routes.headers import ByHeaders, Named
@@ -137,7 +138,9 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
     gathered = model.stream(job, backend.restarted)
     try:
         first = await anext(gathered)  # a refusal can still set the HTTP status
-        answer.refuse(first)
+        for message in first:
+            if isinstance(message, Refusal):
+                raise ApiError.of(message)
     except BaseException:  # also on cancellation: end the replica's work, then re-raise
         await gathered.aclose()
         raise

@@ -172,8 +172,9 @@ def test_a_default_profiles_capture_is_taken_where_the_model_has_no_savepoints(s
     replica.__del__()
 
 
-def test_a_stuck_engine_fails_the_health_check():
-    replica = Replica(Options(dtype="float32", threads=1, stuck_after_s=0.01), store=object())
+def test_a_stuck_engine_fails_the_health_check(monkeypatch):
+    monkeypatch.setattr("deployments.replica.replica.STUCK_AFTER_S", 0.01)
+    replica = Replica(Options(dtype="float32", threads=1), store=object())
     entered, go_on = held(replica)
 
     def unhealthy() -> bool:

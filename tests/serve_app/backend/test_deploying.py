@@ -11,7 +11,7 @@ from serve_app.backend import deploying
 from serve_app.backend.deploying import environment, loaded, replicas, with_gpus
 
 
-@pytest.mark.parametrize("option", ["max_body_bytes", "max_readout_file_bytes"])
+@pytest.mark.parametrize("option", ["client_code_body_bytes", "max_readout_file_bytes"])
 def test_serve_takes_messages_as_large_as_the_largest_body(option):
     most = 1 << 30
     length = environment(Options(**{option: most}))["runtime_env"]["env_vars"][
