@@ -52,7 +52,7 @@ class Guard:
             url = urlsplit(options.public_url)
             hosts.add(url.hostname or "")
             self._origins.add(f"{url.scheme}://{url.netloc}".lower())
-        self._hosts = {name for name in hosts if not is_loopback(name)}  # many proxies send a loopback name
+        self._hosts = {name for name in hosts if name and not is_loopback(name)}  # many proxies send a loopback name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 403 if the host or origin is not allowed, and 401 without a valid key."""
