@@ -125,9 +125,8 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
         path = f"{_path(location[:-1])}.{location[-1]}".removeprefix(".")[:MOST_PATH]
         return ApiError(400, f"unknown field {path!r}{context['nearest']}", path, "unknown_field")
     path = context.get("field") or _path(location)[:MOST_PATH]
-    return ApiError(
-        400, f"{path or 'the body'}: {worst['msg'].removeprefix('Value error, ')}", path or None, "invalid_value"
-    )
+    message = f"{path or 'the body'}: {worst['msg'].removeprefix('Value error, ')}"
+    return ApiError(400, message, path or None, "invalid_value")
 
 
 def _path(location: Sequence[int | str]) -> str:
