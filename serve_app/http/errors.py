@@ -108,8 +108,14 @@ def install(api: FastAPI) -> None:
     async def respond(request: Request, error: Exception) -> JSONResponse:
         return render(error, getattr(request.state, "request_id", "unknown")).response(request.scope)
 
-    for kind in (FrameworkError, RequestError, RequestValidationError, *UNAVAILABLE, Exception):
+    async def respond_outside(request: Request, error: Exception) -> JSONResponse:
+        response = await respond(request, error)
+        response.headers["X-Content-Type-Options"] = "nosniff"  # no middleware adds it here
+        return response
+
+    for kind in (FrameworkError, RequestError, RequestValidationError, *UNAVAILABLE):
         api.add_exception_handler(kind, respond)
+    api.add_exception_handler(Exception, respond_outside)
 
 
 def _invalid(errors: Sequence[Any]) -> ApiError:
