@@ -120,7 +120,6 @@ class Options(BaseModel):
         kv_fraction: The same as a fraction of the memory that is free at start, if `kv_bytes` is not set. Replicas on
             CPUs, and those that share a GPU, divide that fraction among them.
         request_timeout_s: Seconds after which a request gets 504.
-        stuck_after_s: Seconds in one engine step after which a replica counts as dead and is replaced.
         api_keys_file: A file of API keys, each as `role:key` or `role@name:key`. Like the variable `VITRINE_API_KEYS`
             it is read when the application is built; only digests of the keys leave that process.
         open: Start without API keys on addresses that other machines can reach, and answer everybody.
@@ -128,7 +127,6 @@ class Options(BaseModel):
         allowed_hosts: Names by which requests may call a server without API keys, besides localhost and loopback
             addresses; `*` is any. Behind a proxy that serves other machines, the names by which they call the proxy.
         cors_origins: Origins whose pages may read answers; none by default. `*` is any, and needs API keys.
-        max_body_bytes: The largest request body; larger ones get 413.
         max_client_store_bytes: The most bytes of all tensor files that clients store, and as many of all readouts. One
             file may take a sixteenth of it: a tensor file at most 64 MiB, a readout at most 1 GiB; larger ones get 413.
         max_request_tensor_bytes: The most bytes that a replica's requests hold together of vectors, tensors and stored
@@ -159,6 +157,7 @@ class Options(BaseModel):
             rejected if the system cannot isolate code and other machines reach the server. `none` runs code as the
             server's user.
         client_code_timeout_s: Seconds after which a client's job is stopped.
+        client_code_body_bytes: The largest job that a client may send, compressed; larger ones get 413.
         client_code_memory_bytes: Host memory of a client's job beyond the weights, which it shares.
         client_code_result_bytes: The largest result of a client's job.
         client_code_threads: torch threads of a client's job; by default half of the replica's.
@@ -166,8 +165,6 @@ class Options(BaseModel):
         public_url: The server's address as clients reach it, if their requests do not show it, for example behind a
             proxy that ends TLS. Large results of clients' jobs are fetched from it, and `/v1/models` shows it, so it
             must not have a user, key or query.
-        page: Whether `/` serves the page that looks inside the model with a browser. It needs no key and contains no
-            data: it calls the other routes, with the key that its user types in.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # a URI may hold a key
@@ -193,13 +190,11 @@ class Options(BaseModel):
     kv_bytes: int | None = Field(default=None, ge=1)
     kv_fraction: float = Field(default=0.5, gt=0, le=1)
     request_timeout_s: float = Field(default=600, gt=0)
-    stuck_after_s: float = Field(default=300, gt=0)
     api_keys_file: str | None = Field(default=None, min_length=1)
     open: bool = False
     insecure_ray: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = Field(default=16 << 20, ge=1)
     max_client_store_bytes: int = Field(default=4 << 30, ge=1)
     max_request_tensor_bytes: int = Field(default=1 << 30, ge=1)
     capture_memory_bytes: int = Field(default=192 << 20, ge=1)
@@ -217,12 +212,12 @@ class Options(BaseModel):
     allow_client_code: bool = False
     client_code_sandbox: Literal["auto", "none"] = "auto"
     client_code_timeout_s: float = Field(default=300, gt=0)
+    client_code_body_bytes: int = Field(default=16 << 20, ge=1)
     client_code_memory_bytes: int = Field(default=4 << 30, ge=1)
     client_code_result_bytes: int = Field(default=256 << 20, ge=1)
     client_code_threads: int | None = Field(default=None, ge=1)
     max_client_jobs: int = Field(default=32, ge=1)
     public_url: str | None = Field(default=None, pattern=r"^https?://[^\s]+[^/\s]$")
-    page: bool = True
 
     @field_validator("allowed_hosts", "cors_origins", mode="before")
     @classmethod

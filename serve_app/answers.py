@@ -86,16 +86,6 @@ class Answer:
         meta = self._activations()
         return body | ({"activations_meta": meta} if meta else {})
 
-    def refuse(self, messages: Iterable[Message]) -> None:
-        """Raise a refusal among the first messages, while the HTTP status can still report it.
-
-        Raises:
-            ApiError: There is a refusal.
-        """
-        for message in messages:
-            if isinstance(message, Refusal):
-                raise ApiError.of(message)
-
     async def stream(
         self, gathered: AsyncIterator[list[Message]], first: list[Message], usage: bool, request_id: str
     ) -> AsyncIterator[str]:

@@ -11,11 +11,10 @@ import serve_app.routes.nnsight as nnsight
 from deployments import __version__
 from deployments.options import Options
 from serve_app.backend.backend import Backend
-from serve_app.http.bodies import Bodies
 from serve_app.http.errors import install
 from serve_app.http.guard import BEARER, Guard
 from serve_app.http.keys import Keys
-from serve_app.http.middleware import BodyLimits, RequestIds
+from serve_app.http.middleware import Limits
 from serve_app.openapi import OpenApiApp, errors
 from serve_app.routes.activations import activations
 from serve_app.routes.dependencies import known_query
@@ -45,16 +44,9 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         redoc_url=None,
     )
     api.state.backend = backend
-    api.state.bodies = Bodies()
     # The middleware added last runs first.
-    api.add_middleware(
-        BodyLimits,
-        max_body_bytes=options.max_body_bytes,
-        max_tensor_file_bytes=options.max_tensor_file_bytes,
-        max_readout_file_bytes=options.max_readout_file_bytes,
-    )
     api.add_middleware(Guard, options=options, keys=keys)
-    api.add_middleware(RequestIds)
+    api.add_middleware(Limits, options=options)
     if options.cors_origins:  # outside the others, so that a page can also read their refusals
         api.add_middleware(
             CORSMiddleware,
@@ -67,8 +59,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     # These accept any query: load balancers and browsers add parameters, and a socket has no body for an error.
     api.include_router(open_to_all)
     api.include_router(documentation.router)
-    if options.page:
-        api.include_router(page_files.router)
+    api.include_router(page_files.router)
     api.include_router(nnsight.sockets)  # the guard checks its key, too
     vitrine = (tokens, explored, models, activations, tensors, readouts, presets)
     for router in (openai, served, *vitrine, nnsight.router, server):

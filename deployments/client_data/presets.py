@@ -24,7 +24,6 @@ from deployments.errors import RequestError
 MAX_PRESETS = 1024  # of one owner
 MAX_BYTES = 1 << 20  # of one
 FOLDER = ".presets"
-FORMER_FOLDER = ".profiles"  # of versions that called presets profiles
 _FILE = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})(?:@([A-Za-z0-9_.-]+))?\.json")
 
 logger = logging.getLogger(__name__)
@@ -78,8 +77,6 @@ class StoredPresets:
         self._root = root
         self._lock = Lock()
         self._presets: dict[tuple[str, str], StoredPreset] = {}  # by name and owner, "" without one
-        if (former := root / FORMER_FOLDER).is_dir() and not (root / FOLDER).exists():
-            former.rename(root / FOLDER)
         found = [one for item in files_in(root / FOLDER) if (one := _read(Path(item.path)))]
         for one in sorted(found, key=lambda one: one.created):  # a crash may leave a model's last default as one
             self._take(one)
@@ -188,7 +185,7 @@ def _read(path: Path) -> StoredPreset | None:
         return None
     try:
         said = json.loads(path.read_bytes())
-        fields = said["preset"] if "preset" in said else said["profile"]
+        fields = said["preset"]
         one = StoredPreset.of(fields | {"name": match[1], "default": said["default"]}, match[2], float(said["created"]))
     except (OSError, ValueError, KeyError, TypeError):  # others are served all the same
         logger.exception("%s cannot be read and is not listed", path)

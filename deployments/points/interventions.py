@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from deployments.points.capture import Features, Heads
 from deployments.points.strict import Strict
 from deployments.points.token_choices import TokenChoice
 from deployments.readouts.spec import Condition, ReadoutName
 
-MOST_NUMBERS = 1 << 20  # of a request's vectors, positions, features and heads together
+MOST_NUMBERS = 1 << 20  # of a vector
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-3.4e38, le=3.4e38)]
 # Numbers, or a tensor that was sent before: `id`, or `id/name` of a file with several.
 Vector = (
@@ -150,31 +150,18 @@ Intervention = Annotated[
 ]
 
 
-def _numbers(value: Any) -> int:
-    if isinstance(value, BaseModel):
-        return sum(map(_numbers, vars(value).values()))
-    return len(value) if isinstance(value, list) else 0
-
-
-def _bounded(interventions: list[Intervention]) -> list[Intervention]:
-    if sum(map(_numbers, interventions)) > MOST_NUMBERS:
-        raise ValueError(f"they may have {MOST_NUMBERS} numbers together; send vectors as tensor files")
-    return interventions
-
-
-def _bounded_together(variants: list[list[Intervention]]) -> list[list[Intervention]]:
+def _some(variants: list[list[Intervention]]) -> list[list[Intervention]]:
     if not variants:
         raise ValueError("give at least one list of interventions: [] in it is the baseline, variants: [[]]")
-    _bounded([spec for variant in variants for spec in variant])
     return variants
 
 
 # None at all is the baseline of an experiment.
-Interventions = Annotated[list[Intervention], Field(max_length=256, fail_fast=True), AfterValidator(_bounded)]
+Interventions = Annotated[list[Intervention], Field(max_length=256, fail_fast=True)]
 Variants = Annotated[
-    list[Annotated[list[Intervention], Field(max_length=256, fail_fast=True)]],
+    list[Interventions],
     Field(max_length=64, fail_fast=True, json_schema_extra={"minItems": 1}),
-    AfterValidator(_bounded_together),
+    AfterValidator(_some),
 ]
 
 

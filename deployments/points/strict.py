@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from deployments.errors import nearest
 
 
 class Strict(BaseModel):
@@ -14,10 +18,17 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_one_unknown_field(cls, value: Any) -> Any:
-        """Keep one of many unknown fields: one error is enough."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
-            return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        first = next(name for name in value if name not in known)
-        return {name: inner for name, inner in value.items() if name in known} | {first: value[first]}
+    def _has_no_unknown_field(cls, value: Any) -> Any:
+        """Report one unknown field, with the nearest known name, before all other errors."""
+        known = _names(cls)
+        if isinstance(value, dict) and not value.keys() <= known:
+            name = next(name for name in value if name not in known)
+            near = nearest(name, known) if isinstance(name, str) else ""
+            error = PydanticCustomError("unknown_field", "there is no such field{nearest}", {"nearest": near})
+            raise ValidationError.from_exception_data(cls.__name__, [{"type": error, "loc": (name,), "input": None}])
+        return value
+
+
+@cache
+def _names(kind: type[Strict]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # Serve's controller and proxies also import this module, wit
 
 logger = logging.getLogger("ray.serve")
 EXIT_S = 5.0  # how long a replica whose engine has ended waits until its requests are answered
+STUCK_AFTER_S = 300.0  # in one engine step; then the replica counts as dead, and is replaced
 MOST_TEXTS = 64  # texts that are being tokenized or detokenized, or wait for it
 
 
@@ -239,7 +240,7 @@ class ModelReplica:
             raise RuntimeError("the engine's thread has ended; its error is in this replica's log")
         began = self._engine.step_began
         since = time.monotonic() - began if began is not None else 0
-        if since > self._options.stuck_after_s:
+        if since > STUCK_AFTER_S:
             raise RuntimeError(f"the engine has been in one step for {since:.0f} s")
 
     def __del__(self) -> None:

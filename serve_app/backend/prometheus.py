@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import httpx
 
-from serve_app.http.errors import ApiError
+logger = logging.getLogger("ray.serve")
 
-OWN_PREFIX = ("ray_vitrine_", "ray_serve_")
+UP = "vitrine_exporter_up"
+OWN_PREFIX = ("ray_vitrine_", "ray_serve_", UP)
 KEPT_PREFIXES = tuple(f"{start}{name}".encode() for name in OWN_PREFIX for start in ("", "# HELP ", "# TYPE "))
 FRESH_S = 1.0  # how long a text is reused
 READ_S = 5.0  # the longest time for an exporter's answer
@@ -30,37 +32,46 @@ class NodeMetrics:
         self._fresh_until = 0.0
 
     async def text(self) -> bytes:
-        """The text, at most a second old.
-
-        Raises:
-            ApiError: 503 if an exporter does not answer in time, or its answer is too large.
-        """
+        """The text, at most a second old, without the nodes that do not answer in time or send too much."""
         if self._reading is None or self._reading.done() and time.monotonic() >= self._fresh_until:
             self._reading = asyncio.create_task(self._read())
         return await asyncio.shield(self._reading)  # other calls wait for it, too
 
     async def _read(self) -> bytes:
         try:
-            async with asyncio.timeout(READ_S), httpx.AsyncClient(trust_env=False) as client:
-                texts = await asyncio.gather(*(_fetch(client, one) for one in await self._exporters()))
-        except (httpx.HTTPError, TimeoutError) as error:
-            why = str(error) or type(error).__name__
-            raise ApiError(503, f"a node's metrics cannot be read: {why}", code="unavailable") from error
+            exporters = await self._exporters()
+            async with httpx.AsyncClient(trust_env=False) as client:
+                texts = await asyncio.gather(*(_fetch(client, one) for one in exporters))
         finally:
             self._fresh_until = time.monotonic() + FRESH_S
-        return await asyncio.to_thread(merge, texts)
+        return await asyncio.to_thread(merge, [*texts, _up(exporters, texts)])
 
 
 async def _fetch(client: httpx.AsyncClient, exporter: str) -> bytes:
+    """An exporter's text; empty if it does not answer in time, or with too much."""
     text = bytearray()
-    # Decompression would block the loop, and its output has no bound.
-    async with client.stream("GET", exporter, headers={"Accept-Encoding": "identity"}) as answer:
-        answer.raise_for_status()
-        async for part in answer.aiter_raw():
-            text += part
-            if len(text) > MOST_BYTES:
-                raise ApiError(503, f"a node's metrics are more than {MOST_BYTES} bytes", code="unavailable")
+    try:
+        # Decompression would block the loop, and its output has no bound.
+        async with (
+            asyncio.timeout(READ_S),
+            client.stream("GET", exporter, headers={"Accept-Encoding": "identity"}) as answer,
+        ):
+            answer.raise_for_status()
+            async for part in answer.aiter_raw():
+                text += part
+                if len(text) > MOST_BYTES:
+                    raise httpx.HTTPError(f"more than {MOST_BYTES} bytes")
+    except (httpx.HTTPError, TimeoutError) as error:
+        logger.warning("the metrics of %s cannot be read: %s", exporter, str(error) or type(error).__name__)
+        return b""
     return bytes(text)
+
+
+def _up(exporters: Sequence[str], texts: Sequence[bytes]) -> bytes:
+    """The metric that says which exporters answered."""
+    lines = [f"# HELP {UP} Whether a node's metrics could be read.", f"# TYPE {UP} gauge"]
+    lines += [f'{UP}{{exporter="{one}"}} {int(bool(text))}' for one, text in zip(exporters, texts, strict=True)]
+    return "\n".join(lines).encode()
 
 
 def merge(texts: Iterable[bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""HTTP parts shared by all routes: keys, hosts, limits, parsing, errors, pages and ranges.
+"""HTTP parts shared by all routes: keys, hosts, limits, bodies, errors, pages and ranges.
 
 Nothing here depends on a model.
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from fastapi.responses import FileResponse, HTMLResponse, Response
 
+import serve_app.http.page_files as page_files
 from serve_app.http.errors import ApiError
 
 UI = Path(str(files("fastapi_swagger.resources")))  # the files of npm's swagger-ui-dist, unchanged
@@ -42,12 +43,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-PAGE_HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "Referrer-Policy": "no-referrer",
-    "X-Frame-Options": "DENY",
-    "Cache-Control": "no-cache",
-}
+PAGE_HEADERS = page_files.HEADERS | {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
 CACHED = {"Cache-Control": "max-age=3600"}  # seconds
 
 router = APIRouter(include_in_schema=False)

@@ -10,20 +10,21 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Body, Depends, Header, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 
 import serve_app.openapi_examples as examples
 from deployments.accounts import Account
-from deployments.errors import RequestError
 from deployments.job import Job
-from deployments.messages import Message
+from deployments.messages import Message, Refusal
 from serve_app.answers import Answer, Kind
 from serve_app.backend.backend import Backend
 from serve_app.backend.preset_registry import ChosenPreset
-from serve_app.http.bodies import JsonRoute
-from serve_app.http.parsing import Below, json_object
+from serve_app.http.bodies import JsonRoute, json_object
+from serve_app.http.errors import ApiError, invalid
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.schemas.generation import ChatRequest, CompletionRequest, Generation
+from serve_app.schemas.presets import Below
 
 PRESET = "X-Vitrine-Preset"  # of a request: the preset to use; of an answer: the one that was used
 FIELDS = "X-Vitrine-Body"
@@ -108,21 +109,32 @@ async def _merged(
     body: G, request: Request, backend: Backend, who: Account, by_headers: dict[str, Any]
 ) -> tuple[G, ChosenPreset | None]:
     """The body with the fields that headers and its preset add, and the preset."""
-    state, name = request.app.state, body.preset or body.intervention_profile
+    name = body.preset or body.intervention_profile
     if by_headers:
-        body = await state.bodies.read(type(body), await request.body(), who.owner, Below(by_headers, {}))
+        body = await _validated(type(body), request, Below(by_headers, {}))
     preset = await backend.presets.chosen(who, name or body.preset or body.intervention_profile, body.model)
     if preset is None:
         return body, None
-    below = Below(by_headers, preset.fields, preset.by_default)
     try:
-        whole = await state.bodies.read(type(body), await request.body(), who.owner, below)
-    except RequestError as error:
+        whole = await _validated(type(body), request, Below(by_headers, preset.fields, preset.by_default))
+    except ApiError as error:
         message = f"with the preset {preset.name!r}: {error.message}"
-        raise RequestError(message, error.field, error.code, error.status) from error
+        raise ApiError(error.status, message, error.param, error.code) from error
     own = {name for name in body.model_fields_set if getattr(body, name) is not None}
     fields = {name: value for name, value in preset.fields.items() if name == "interventions" or name not in own}
     return whole, preset._replace(fields=fields)
+
+
+async def _validated(kind: type[G], request: Request, below: Below) -> G:
+    """The body with other fields below its own.
+
+    Raises:
+        ApiError: A field does not fit; names it.
+    """
+    try:
+        return kind.model_validate(below.merged(await request.json()))
+    except ValidationError as error:
+        raise invalid([{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]) from None
 
 
 def _job(body: Generation, request: Request, who: Account, preset: ChosenPreset | None, **own: Any) -> Job:
@@ -164,7 +176,9 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
     gathered = model.stream(job, backend.restarted)
     try:
         first = await anext(gathered)  # a refusal can still set the HTTP status
-        answer.refuse(first)
+        for message in first:
+            if isinstance(message, Refusal):
+                raise ApiError.of(message)
     except BaseException:  # also on cancellation: end the replica's work, then re-raise
         await gathered.aclose()
         raise

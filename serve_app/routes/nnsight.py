@@ -15,8 +15,9 @@ from functools import cache
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, File, Form, Path, Query, UploadFile, WebSocket
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocketDisconnect
 
@@ -28,7 +29,6 @@ from serve_app.backend.code_jobs import CodeJobs
 from serve_app.http.errors import NNSIGHT, ApiError
 from serve_app.http.guard import Sender
 from serve_app.http.middleware import BYTES
-from serve_app.http.parsing import parsed
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.schemas.base import Name, WireModel, free_json
@@ -85,9 +85,10 @@ async def request(
 ) -> dict[str, Any]:
     """Take a client's block. Its status comes on the socket of its `session_id`, or from `/response/{id}`."""
     try:
-        envelope = parsed(Envelope, data.encode())
-    except RequestError as error:
-        raise RequestError(error.message, f"data.{error.field}" if error.field else "data", error.code) from error
+        envelope = Envelope.model_validate_json(data)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError([one | {"loc": ("body", "data", *one["loc"])} for one in wrong]) from error
     key = ModelKey.parse(envelope.model_key)
     sent = await jobs.send(key, await blob.read(), envelope.compress, envelope.env, envelope.session_id, who.owner)
     return sent.as_json

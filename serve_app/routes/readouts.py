@@ -8,8 +8,8 @@ from fastapi import APIRouter, File, Form, Query, UploadFile
 from fastapi.responses import Response
 
 import serve_app.openapi_examples as examples
+from serve_app.http.bodies import json_object
 from serve_app.http.middleware import BYTES, READOUTS
-from serve_app.http.parsing import json_object
 from serve_app.http.ranges import Ranged, page
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount

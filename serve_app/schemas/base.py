@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema
 
 from deployments.points.strict import Strict
 
 MOST_TOKENS = 1 << 20  # of a prompt: the longest context of any model
-MOST_TEXT = 16 * MOST_TOKENS  # characters
+MOST_TEXT = 2 << 20  # characters, as many as a body may have bytes
 MOST_JSON = 1 << 18  # characters of a free value as JSON
 JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # shared: `json.dumps` makes one in each call
 
@@ -33,7 +33,7 @@ def packed_ids(tokens: Sequence[int]) -> Sequence[int]:
 
 
 class free_json:
-    """The limit of a value without a schema: its size as JSON in characters, valid text and finite numbers."""
+    """The limit of a value without a schema: its size as JSON in characters, and finite numbers."""
 
     def __init__(self, most: int = MOST_JSON) -> None:
         self.most = most
@@ -54,10 +54,6 @@ class free_json:
             raise ValueError("holds a number that is not finite") from error
         if len(text) > self.most:
             raise ValueError(f"it may have {self.most} characters as JSON")
-        if not _encodes(text):
-            raise PydanticCustomError(
-                "string_unicode", "the text holds half of a surrogate pair", {"inner": next(_unpaired(value))}
-            )
         return value
 
 
@@ -68,26 +64,3 @@ def unread(_: Any) -> None:
 FreeObject = Annotated[dict[Name, Any], Field(max_length=1024, fail_fast=True), free_json()]
 Unread = Annotated[Any, free_json(), AfterValidator(unread)]
 UnreadObject = Annotated[FreeObject, AfterValidator(unread)]
-
-
-def _unpaired(value: Any) -> Iterator[str]:
-    """The path to each string in a value that UTF-8 cannot encode."""
-    if isinstance(value, str) and not _encodes(value):
-        yield ""
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            if _encodes(name):
-                yield from (f".{name}{path}" for path in _unpaired(inner))
-            else:
-                yield "." + name.encode(errors="backslashreplace").decode()
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from (f"[{number}]{path}" for path in _unpaired(inner))
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

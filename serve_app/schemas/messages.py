@@ -9,20 +9,10 @@ from pydantic import AfterValidator, Field, model_validator
 from serve_app.schemas.base import LongText, Name, Unread, WireModel, free_json, unread
 
 MOST_MESSAGES = 4096  # of a chat
-
-
 MOST_PARTS = 1024  # of a message
-
-
 MOST_CALLS = 256  # of a message
-
-
 MOST_FILES = 16384  # that an answer can name: one for each captured point
-
-
 Annotations = Annotated[list[Any], Field(max_length=MOST_PARTS, fail_fast=True), free_json(), AfterValidator(unread)]
-
-
 FileNames = Annotated[dict[Name, Name], Field(max_length=MOST_FILES, fail_fast=True), AfterValidator(unread)]
 
 

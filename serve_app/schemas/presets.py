@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -113,3 +114,28 @@ class PresetBody(Settings):
         if self.default and self.model is None:
             raise PydanticCustomError("value_error", "a default preset needs a model", {"field": "model"})
         return self
+
+
+class Below(NamedTuple):
+    """Fields that are merged below those of a body.
+
+    Attributes:
+        header: Those of a header; they come before the preset's.
+        preset: Those of a preset; its `interventions` precede the request's own.
+        by_default: Whether the request does not name the preset, whose `capture` then needs `store_activations`.
+    """
+
+    header: Mapping[str, Any]
+    preset: Mapping[str, Any]
+    by_default: bool = False
+
+    def merged(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """All fields. A field that is null counts as left out."""
+        own = {**self.header, **{name: value for name, value in body.items() if value is not None}}
+        found = {**self.preset, **own}
+        if first := self.preset.get("interventions"):
+            found["interventions"] = [*first, *(own.get("interventions") or ())]
+        records = found.get("store_activations")
+        if "capture" not in own and (records is False or (self.by_default and not records)):
+            found.pop("capture", None)
+        return found

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from serve_app.schemas.base import JSON, FreeObject, LongText, Name, WireModel, free_json
+from serve_app.schemas.base import FreeObject, LongText, Name, WireModel, free_json
 
 MOST_TEMPLATE_KWARGS = 16 << 10  # characters
-MOST_PARAMETERS = 1 << 20  # characters of all tools' parameters as JSON
 TemplateKwargs = Annotated[dict[Name, Any], Field(max_length=32), free_json(MOST_TEMPLATE_KWARGS)]
 
 
@@ -29,13 +28,7 @@ class Tool(WireModel):
     function: Function
 
 
-def _bounded(tools: list[Tool]) -> list[Tool]:
-    if sum(len(JSON.encode(tool.function.parameters)) for tool in tools) > MOST_PARAMETERS:
-        raise ValueError(f"their parameters may have {MOST_PARAMETERS} characters together, as JSON")
-    return tools
-
-
-Tools = Annotated[list[Tool], Field(max_length=512, fail_fast=True), AfterValidator(_bounded)]
+Tools = Annotated[list[Tool], Field(max_length=512, fail_fast=True)]
 
 
 class NamedFunction(WireModel):

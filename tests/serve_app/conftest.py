@@ -43,7 +43,7 @@ def small_store(another_app, other_template, tmp_path_factory):
     activations.mkdir()
     activations.chmod(0o2750)
     options = (f"activations_dir={activations}", "max_client_store_bytes=22400")
-    options += (f"model={other_template}", "model_id=vitrine-demo", "max_body_bytes=1000")
+    options += (f"model={other_template}", "model_id=vitrine-demo")
     with another_app("small", *options) as root:
         yield root, activations
 

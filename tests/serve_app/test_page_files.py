@@ -15,9 +15,9 @@ from serve_app.http.page_files import FOLDER, PATHS, VERSION
 FILES = f"/page/{VERSION}"
 
 
-def client(**options) -> TestClient:
+def client() -> TestClient:
     """An application with keys, by itself."""
-    api = build_api(None, Options(model=NO_MODEL, **options), Keys({b"digest": Caller(Role.USE)}))
+    api = build_api(None, Options(model=NO_MODEL), Keys({b"digest": Caller(Role.USE)}))
     return TestClient(api, base_url="http://127.0.0.1", raise_server_exceptions=False)
 
 
@@ -66,13 +66,6 @@ def test_no_other_file_comes_with_it(name):
     api = build_api(None, Options(model=NO_MODEL), Keys())
     with TestClient(api, base_url="http://127.0.0.1") as http:
         assert http.get(f"{FILES}/{name}").status_code == 404
-
-
-def test_an_operator_may_do_without_it():
-    with client(page=False) as http:
-        assert http.get("/").status_code == 404
-        assert http.get(f"{FILES}/main.js").status_code == 404
-        assert http.get("/docs").status_code == 200
 
 
 def test_below_a_prefix_an_address_without_its_slash_leads_to_the_one_with_it():

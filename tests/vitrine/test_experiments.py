@@ -145,7 +145,8 @@ def test_a_target_of_several_tokens_is_refused_by_its_place(server):
     assert (refused.value.status, refused.value.param) == (400, "logit_lens.targets[1]")
 
 
-def test_a_sweep_is_what_each_steer_generates_alone(server):
+def test_a_sweep_is_what_each_steer_generates_alone(server, monkeypatch):
+    monkeypatch.setattr("vitrine.experiments.generating.MOST_NUMBERS", 192)  # one vector in a request
     acts = server.collect(["Ann has 3 boxes", "Eva went to the sea"], "resid_post", labels=[1, 0])
     direction = vitrine.difference_of_means(acts)
     sweep = server.sweep("Tom", direction, layers=[1, 3], scales=[0, 4], max_tokens=6, score=len)

@@ -11,6 +11,7 @@ from vitrine.experiments.directions import Steer, operations
 from vitrine.experiments.prompt_batches import Chat, Prompt, asked, check, is_chat, named_by, requests, route
 
 MOST_VARIANTS = 64  # in one request
+MOST_NUMBERS = 1 << 16  # of their vectors, of some 20 characters each: a body may have 2 MiB
 
 
 class GenerateMethods(Transport):
@@ -54,7 +55,15 @@ class GenerateMethods(Transport):
         **fields: Any,
     ) -> list[dict[str, Any]]:
         """The choice for each list of interventions over one prompt, in order, with many lists per request."""
-        groups = [variants[first : first + MOST_VARIANTS] for first in range(0, len(variants), MOST_VARIANTS)]
+        groups: list[list[Sequence[Mapping[str, Any]]]] = []
+        left = 0  # numbers that still fit into the last request
+        for variant in variants:
+            size = sum(len(one["vector"]) for one in variant if isinstance(one.get("vector"), list))
+            if not groups or len(groups[-1]) == MOST_VARIANTS or size > left:
+                groups.append([])
+                left = MOST_NUMBERS
+            groups[-1].append(variant)
+            left -= size
         calls = [(len(group), self.complete(prompt, **fields, variants=group)) for group in groups]
         answers = await gathered(calls, unit, progress)
         return [choice for answer in answers for choice in sorted(answer["choices"], key=lambda one: one["index"])]

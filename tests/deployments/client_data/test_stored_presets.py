@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,17 +153,6 @@ def test_size_and_number_are_bounded(files, monkeypatch):
     files.put(preset("a"), OPERATOR)
     with pytest.raises(RequestError, match="delete some"):
         files.put(preset("c"), OPERATOR)
-
-
-def test_what_was_stored_as_a_profile_is_a_preset(tmp_path):
-    (tmp_path / ".profiles").mkdir()
-    former = {"created": 1.0, "default": True, "profile": {"name": "calm", "model": "m", "interventions": [ZERO]}}
-    (tmp_path / ".profiles" / "calm@ann.json").write_text(json.dumps(former))
-    files = StoredPresets(tmp_path)
-    assert defaults(files) == {"m": "calm"}
-    assert (files.get("calm") or {})["interventions"] == [ZERO]
-    files.put(preset("next", model="m", default=True))
-    assert defaults(StoredPresets(tmp_path)) == {"m": "next"}
 
 
 @pytest.mark.parametrize("name", ["../secret", "..", ".defaults", "/etc/passwd", "a/b", "x\0y", "", "\ud800"])

@@ -58,7 +58,7 @@ def unknown_dtype() -> bytes:
         (linear(HIDDEN), {"name": "../x"}, "spec.name", "pattern"),
         (linear(HIDDEN), {"kind": "sae"}, "spec", "activation"),
         (linear(HIDDEN), {"activation": "topk"}, "spec", "activation"),
-        (linear(HIDDEN), {"pont": 1}, "spec.pont", "permitted"),
+        (linear(HIDDEN), {"pont": 1}, "spec.pont", "did you mean 'point'"),
         (sae(HIDDEN, 16, "topk"), {"k": 17}, "spec.k", "17, but the readout has 16"),
         (sae(HIDDEN, 16), {"k": 3}, "spec", "topk needs k"),
         (changed(sae(HIDDEN, 16), W_dec=torch.zeros(16, 9)), {}, "file", "hidden is 8"),

@@ -162,8 +162,9 @@ def test_an_inline_answer_counts_the_rows_it_returns(monkeypatch):
     tight.__del__()
 
 
-def test_a_stuck_engine_fails_the_health_check():
-    replica = Replica(Options(dtype="float32", threads=1, stuck_after_s=0.01), store=object())
+def test_a_stuck_engine_fails_the_health_check(monkeypatch):
+    monkeypatch.setattr("deployments.replica.replica.STUCK_AFTER_S", 0.01)
+    replica = Replica(Options(dtype="float32", threads=1), store=object())
     entered, go_on = held(replica)
 
     def unhealthy() -> bool:

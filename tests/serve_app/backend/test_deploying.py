@@ -11,7 +11,7 @@ from serve_app.backend import deploying
 from serve_app.backend.deploying import environment, loaded, replicas, with_gpus
 
 
-@pytest.mark.parametrize("options", [{"max_body_bytes": 1 << 30}, {"max_client_store_bytes": 16 << 30}])
+@pytest.mark.parametrize("options", [{"client_code_body_bytes": 1 << 30}, {"max_client_store_bytes": 16 << 30}])
 def test_serve_takes_messages_as_large_as_the_largest_body(options):
     most = 1 << 30
     length = environment(Options(**options))["runtime_env"]["env_vars"]["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"]

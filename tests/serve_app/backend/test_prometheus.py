@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -16,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.backend import prometheus
 from serve_app.backend.prometheus import NodeMetrics, merge
-from serve_app.http.errors import ApiError
 
 NODE = """# HELP ray_vitrine_running Requests that hold a slot.
 # TYPE ray_vitrine_running gauge
@@ -137,36 +137,33 @@ def test_old_numbers_are_read_again(monkeypatch):
     assert exporter.asked == 2
 
 
-@pytest.mark.parametrize(
-    ("exporter", "why"),
-    [
-        (Exporter((), hangs=True), "cannot be read: TimeoutError"),
-        (Exporter(itertools.repeat(b"#" * 1024)), "are more than"),
-    ],
-    ids=["hangs", "never ends"],
-)
-def test_an_exporter_that_hangs_or_never_ends_is_given_up(exporter, why, monkeypatch):
-    monkeypatch.setattr(prometheus, "READ_S", 0.5 if "Timeout" in why else 60)
+@pytest.mark.parametrize("down", ["hangs", "never ends", "refuses"])
+def test_a_node_whose_exporter_hangs_never_ends_or_refuses_is_left_out_and_named(down, monkeypatch):
+    monkeypatch.setattr(prometheus, "READ_S", 0.5 if down == "hangs" else 60)
     monkeypatch.setattr(prometheus, "MOST_BYTES", 1 << 20)
+    broken = Exporter(itertools.repeat(b"#" * 1024)) if down == "never ends" else Exporter((), hangs=True)
 
-    async def asked() -> None:
-        async with exporter.up() as metrics:
-            await metrics.text()
+    async def asked() -> tuple[list[str], str]:
+        async with Exporter().up() as one, broken.up() as other:
+            exporters = [*await one._exporters(), *await other._exporters()]
+            if down == "refuses":
+                exporters[1] = "http://127.0.0.1:1/metrics"
+            text = await NodeMetrics(lambda: asyncio.sleep(0, exporters)).text()
+            return exporters, text.decode()
 
-    with pytest.raises(ApiError, match=why) as raised:
-        asyncio.run(asked())
-    assert raised.value.status == 503
+    (up, gone), text = asyncio.run(asked())
+    assert samples(text)["ray_vitrine_running", "a"] == 1.0
+    assert f'vitrine_exporter_up{{exporter="{up}"}} 1' in text.splitlines()
+    assert f'vitrine_exporter_up{{exporter="{gone}"}} 0' in text.splitlines()
 
 
 def exported(served, eventually) -> str:
-    """The text of the server, which is 503 as long as Ray's agent starts or is busy."""
+    """The server's text, once Ray's agent has started and answers."""
 
-    def asked() -> httpx.Response:
-        answer = httpx.get(f"{served.root}/metrics", timeout=60)
-        assert answer.status_code in (200, 503)
-        return answer
+    def asked() -> str:
+        return httpx.get(f"{served.root}/metrics", timeout=60).raise_for_status().text
 
-    return eventually(asked, lambda answer: answer.status_code == 200).text
+    return eventually(asked, lambda text: re.search(r"^vitrine_exporter_up.* 1$", text, re.MULTILINE))
 
 
 def test_the_engines_statistics_are_exported_by_name(served, eventually):

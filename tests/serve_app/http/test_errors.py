@@ -57,7 +57,6 @@ BAD_CHATS = [
     ({"tools": [TOOL | {"type": "oven"}]}, 400, "tools[0].type"),
     ({"session_id": "../up"}, 400, "session_id"),
     ({"messages": [{"role": "user", "content": "over the edge " * 2000}]}, 400, "messages"),
-    ({"messages": [{"role": "user", "content": "x" * 5_000_000}]}, 400, "messages"),
     ({"capture": {"points": ["layers.99.output"]}}, 400, "capture.points[0]"),
     ({"capture": {"points": ["embed.output", "layers.1.outptu"]}}, 400, "capture.points[1]"),
     ({"capture": {"points": ["__class__.__mro__.output"]}}, 400, "capture.points[0]"),
@@ -107,8 +106,8 @@ def test_a_number_that_is_not_finite_is_refused(served, number):
 HALF = {"name": "f", "parameters": {"type": "object", "properties": {"half \ud800": {}}}}
 CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "half \ud800"})}}
 HALVES = [
-    ({"messages": [{"role": "user", "content": "half \ud800"}]}, "messages[0].content"),
-    ({"tools": [{"type": "function", "function": HALF}]}, "tools[0].function.parameters.properties.half \\ud800"),
+    ({"messages": [{"role": "user", "content": "half \ud800"}]}, None),
+    ({"tools": [{"type": "function", "function": HALF}]}, None),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [CALLED]}]}, "messages"),
 ]
 
@@ -144,7 +143,7 @@ def test_a_body_that_is_no_json_object_gets_400(served, body):
 
 
 def test_a_body_over_the_limit_gets_413(served):
-    body = CHAT | {"user": "x" * (17 << 20)}
+    body = CHAT | {"user": "x" * (2 << 20)}
     answer = httpx.post(f"{served.base_url}/chat/completions", json=body, timeout=60)
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "body_too_large"
