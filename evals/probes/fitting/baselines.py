@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_union
+from sklearn.model_selection import PredefinedSplit, cross_val_predict
+from sklearn.pipeline import make_pipeline, make_union
+from sklearn.preprocessing import StandardScaler
 
-from evals.auroc import by_folds
-from evals.probes.fitting.fitting import FitJob, select
-from evals.probes.fitting.solver import solve
+from evals.probes.fitting.fitting import FitJob, nested, select
 from evals.probes.inputs.examples import Example, RowPlace
-from evals.probes.inputs.features import standardized
 
 _C = (1.0, 100.0)
 _TERMS = 50_000  # most words, and most pieces of words, that are features
 
 
 class Baseline(NamedTuple):
-    """Held-out scores `[n]` and their AUROC; None with the reason where there is no text."""
+    """Held-out scores `[n]`; None with the reason where there is no text."""
 
     held_out: np.ndarray | None
-    auroc: float | None
     reason: str | None = None
 
 
@@ -40,25 +35,21 @@ def text(job: FitJob, runs: Sequence[Example], tokens: str) -> Baseline:
         tokens: A choice of tokens; the text ends with the last of them.
     """
     if missing := sum(run.text is None for run in runs):
-        return Baseline(None, None, f"{missing} of {len(runs)} runs were stored without their text")
+        return Baseline(None, f"{missing} of {len(runs)} runs were stored without their text")
     texts = np.array([_read(run, run.at[tokens]) for run in runs], dtype=object)
-    if any(not any(map(str.strip, texts[training])) for training in job.folds.mask.numpy()):
-        return Baseline(None, None, "the text before the tokens is empty or white space")
-    logits = np.empty((len(job.folds.mask), len(runs), len(_C)), dtype=np.float32)
-    for fit, training in enumerate(job.folds.mask.numpy()):
+    if not any(map(str.strip, texts)):
+        return Baseline(None, "the text before the tokens is empty or white space")
+
+    def fit(training: np.ndarray) -> np.ndarray:
         vectorizer = make_union(
             TfidfVectorizer(ngram_range=(1, 2), max_features=_TERMS, dtype=np.float32, token_pattern=r"\w+|[^\w\s]+"),
             TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4), max_features=_TERMS, dtype=np.float32),
-        )
-        rows = vectorizer.fit_transform(texts[training])
-        held_out = vectorizer.transform(texts[~training])
-        for column, c in enumerate(_C):
-            model = LogisticRegression(C=c, max_iter=300)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConvergenceWarning)
-                model.fit(rows, job.positive[training])
-            logits[fit, ~training, column] = model.decision_function(held_out)
-    return _selected(job, logits)
+        ).fit(texts[training])
+        rows = vectorizer.transform(texts)
+        models = [LogisticRegression(C=c, max_iter=1000).fit(rows[training], job.positive[training]) for c in _C]
+        return np.stack([model.decision_function(rows) for model in models], axis=1)
+
+    return Baseline(select(nested(job.folds, fit), job.positive, job.folds).held_out)
 
 
 def _read(run: Example, place: RowPlace) -> str:
@@ -68,13 +59,6 @@ def _read(run: Example, place: RowPlace) -> str:
 
 def length(job: FitJob, runs: Sequence[Example], tokens: str) -> Baseline:
     """Logistic regression on the logarithms of how many tokens and characters there are; arguments as for `text`."""
-    places = [run.at[tokens] for run in runs]
-    counts = np.log1p(np.array([[place.tokens, place.characters] for place in places], dtype=np.float32))
-    labels = torch.from_numpy(job.positive[:, None])
-    rows = standardized(counts)[0]
-    return _selected(job, solve("logistic", rows, job.folds.mask, labels, torch.tensor([[1.0]])).logits)
-
-
-def _selected(job: FitJob, logits: np.ndarray) -> Baseline:
-    held_out = select(logits, job.positive, job.folds).held_out
-    return Baseline(held_out, float(by_folds(held_out, job.positive, job.folds.of)))
+    counts = np.log1p([[run.at[tokens].tokens, run.at[tokens].characters] for run in runs])
+    model, folds = make_pipeline(StandardScaler(), LogisticRegression()), PredefinedSplit(job.folds)
+    return Baseline(cross_val_predict(model, counts, job.positive, cv=folds, method="decision_function"))

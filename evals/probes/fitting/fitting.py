@@ -1,80 +1,78 @@
-"""Probes of one point: nested cross-validation of each method, its calibration, and its null."""
+"""Probes of one point: scikit-learn's fits in nested cross-validation, and their null."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import combinations_with_replacement
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import roc_auc_score
+from sklearn.preprocessing import StandardScaler
 
 from deployments.activations.reader.row_index import RowIndex
-from evals.auroc import auroc, by_folds
-from evals.probes.fitting.folds import Folds
-from evals.probes.fitting.score_figures import platt
-from evals.probes.fitting.solver import Method, solve
-from evals.probes.inputs.features import features, largest, standardized
+from evals.probes.inputs.features import features
 
-_PRECISE = 1 << 23  # numbers up to which rows are float64
-_LOGITS = 1 << 25  # numbers of scores in memory at once
-_FALSE_POSITIVES = 0.01
+Method = Literal["difference", "logistic", "ridge"]
+METHODS: tuple[Method, ...] = get_args(Method)
+_STEPS = 300  # of L-BFGS; only fits with a weak penalty, which are rarely chosen, need more
 
 
 @dataclass(frozen=True, eq=False)
 class FitJob:
-    """What every point is probed for; it travels to other processes.
+    """What every point is probed for.
 
     Attributes:
         index: Where the rows lie.
         ranges: By choice of tokens, each example's rows of it, `[n, 2]`.
         positive: Each example's class, bool `[n]`.
-        folds: The folds.
+        folds: Each example's fold, `[n]`.
         permuted: Labelings for the null, bool `[p, n]`.
         methods: What is fitted.
-        penalties: Inverse C, from strong to weak, `[c]`.
+        c: Values of C, ascending.
     """
 
     index: RowIndex
     ranges: dict[str, np.ndarray]
     positive: np.ndarray
-    folds: Folds
+    folds: np.ndarray
     permuted: np.ndarray
     methods: tuple[Method, ...]
-    penalties: np.ndarray
+    c: tuple[float, ...]
 
-
-class Calibration(NamedTuple):
-    """From a score to log odds by slope and offset; `threshold` is the score that 1% of the negatives exceed."""
-
-    slope: float
-    offset: float
-    threshold: float
+    def settings(self, method: Method) -> np.ndarray:
+        """The values of C that a method chooses from: the difference of means has none, which is 1 here."""
+        return np.array(self.c if method != "difference" else [1.0])
 
 
 class Selected(NamedTuple):
-    """Scores of a nested cross-validation over C.
+    """Scores of a nested cross-validation over settings.
 
     Attributes:
-        held_out: Each example's score by the fit without its fold, of the C that the inner folds chose, `[n]`.
-        chosen: Which C each outer fold's inner folds chose, `[folds]`.
+        held_out: Each example's score by the fit without its fold, of the setting that the inner folds chose, `[n]`.
+        probabilities: Those scores calibrated by the inner folds' held-out scores, `[n]`.
+        chosen: Which setting each outer fold's inner folds chose, `[folds]`.
         inner: Its AUROC in the inner folds, `[folds]`.
-        calibrations: Each outer fold's, from the inner folds' held-out scores.
-        best: Which C all folds together choose.
+        best: Which setting all folds together choose.
         score: Its AUROC.
-        calibration: Of a probe of all examples, from the outer folds' held-out scores.
+        calibration: From its held-out scores to log odds: slope and offset.
     """
 
     held_out: np.ndarray
+    probabilities: np.ndarray
     chosen: np.ndarray
     inner: np.ndarray
-    calibrations: list[Calibration]
     best: int
     score: float
-    calibration: Calibration
+    calibration: tuple[float, float]
 
 
 class Outcome(NamedTuple):
-    """One point, choice of tokens and method; `null` is the AUROC of each permuted labeling, `[p]`."""
+    """One point, choice of tokens and method; `null` is the AUROC of each permuted labeling by fold, `[folds, p]`."""
 
     point: str
     tokens: str
@@ -97,54 +95,39 @@ class Probe(NamedTuple):
         return found
 
 
-class Rows:
-    """The examples at one point and choice of tokens, in memory."""
+class Standardized:
+    """All rows, standardized by some of them, on which probes are then fitted.
 
-    def __init__(self, index: RowIndex, point: str, tokens: str, ranges: np.ndarray) -> None:
-        self._where = index, point, ranges
-        self._maximum = tokens == "max"
-        self._rows, self._mean, self._std = standardized(features(index, point, ranges))
-        if self._rows.numel() <= _PRECISE:
-            self._rows = self._rows.double()
+    With fewer of those than features, rows are projected onto the space that those span. A fit with an L2 penalty has
+    its weights there, so it stays the same, and takes a fraction of the time.
+    """
 
-    def logits(self, method: Method, mask: torch.Tensor, labels: np.ndarray, penalty: np.ndarray) -> np.ndarray:
-        """Scores of all examples by every fit, `[fits, n, k]`.
+    def __init__(self, rows: np.ndarray, training: np.ndarray) -> None:
+        """Standardize.
 
         Args:
-            method: The method.
-            mask: Which examples each fit is trained on, bool `[fits, n]`.
-            labels: `[n, k]`.
-            penalty: Inverse C, `[fits or 1, k or 1]`.
+            rows: `[n, hidden]`.
+            training: Which of them fits are trained on, bool `[n]`.
         """
-        found = solve(
-            method, self._rows, mask, torch.from_numpy(labels), torch.from_numpy(penalty), weights=self._maximum
-        )
-        if not self._maximum:
-            return found.logits
-        assert found.weights is not None
-        scaled = found.weights / (found.std * self._std)[:, :, None]  # [fits, hidden, k]
-        bias = found.bias - np.einsum("fh,fhk->fk", found.mean * self._std + self._mean, scaled)
-        fits, hidden, k = scaled.shape
-        flat = largest(*self._where, scaled.transpose(1, 0, 2).reshape(hidden, -1), bias.reshape(-1))
-        return flat.reshape(-1, fits, k).transpose(1, 0, 2)
+        self._scaler = StandardScaler().fit(rows[training])
+        self._rows, self._training = self._scaler.transform(rows), training
+        self._basis: np.ndarray | None = None
+        if training.sum() < rows.shape[1]:
+            self._basis = np.linalg.qr(self._rows[training].T)[0]  # [hidden, training rows]
+            self._rows = self._rows @ self._basis
 
-    def scores(self, probe: Probe) -> np.ndarray:
-        """A probe's scores of all examples, `[n]`."""
-        scaled = probe.weight / probe.std
-        bias = probe.bias - probe.mean @ scaled
-        return (
-            largest(*self._where, scaled[:, None], np.array([bias]))[:, 0]
-            if self._maximum
-            else (self._rows.numpy() @ (scaled * self._std) + (bias + self._mean @ scaled))
-        )
+    def scores(self, method: Method, labels: np.ndarray, c: np.ndarray) -> np.ndarray:
+        """Scores of all rows, `[n, k]`, by a fit for each labeling, bool `[n, k]`, with its C, `[k]`."""
+        weights, bias = _fit(method, self._rows[self._training], labels[self._training], c)
+        found: np.ndarray = self._rows @ weights.astype(self._rows.dtype) + bias
+        return found
 
-    def probe(self, method: Method, training: torch.Tensor, positive: np.ndarray, penalty: float) -> Probe:
-        """One fit of the examples that bool `[n]` chooses."""
-        labels = torch.from_numpy(positive[:, None])
-        found = solve(method, self._rows, training[None], labels, torch.tensor([[penalty]]), weights=True)
-        assert found.weights is not None
-        mean, std = found.mean[0] * self._std + self._mean, found.std[0] * self._std
-        return Probe(found.weights[0, :, 0], float(found.bias[0, 0]), mean, std)
+    def probe(self, method: Method, positive: np.ndarray, c: float) -> Probe:
+        """One fit."""
+        labels = positive[self._training, None]
+        weights, bias = _fit(method, self._rows[self._training], labels, np.array([c]))
+        weight = weights[:, 0] if self._basis is None else self._basis @ weights[:, 0]
+        return Probe(weight, float(bias[0]), self._scaler.mean_, self._scaler.scale_)
 
 
 def probe_point(job: FitJob, point: str) -> list[Outcome]:
@@ -154,113 +137,111 @@ def probe_point(job: FitJob, point: str) -> list[Outcome]:
         EvalError: Rows are not finite.
     """
     outcomes = []
+    of, positive = job.folds, job.positive
     for tokens, ranges in job.ranges.items():
-        rows = Rows(job.index, point, tokens, ranges)
-        for method in job.methods:
-            penalties = penalties_of(job, method)
-            labels = np.repeat(job.positive[:, None], len(penalties), axis=1)
-            selected = select(rows.logits(method, job.folds.mask, labels, penalties[None]), job.positive, job.folds)
-            chosen = penalties[selected.chosen][:, None]
-            outcomes.append(Outcome(point, tokens, method, selected, _null(job, rows, method, chosen)))
+        rows = features(job.index, point, ranges)
+        settings = [(method, job.settings(method)) for method in job.methods]
+
+        def fit(training: np.ndarray, rows: np.ndarray = rows) -> np.ndarray:
+            space = Standardized(rows, training)
+            return np.hstack(
+                [
+                    space.scores(method, np.repeat(positive[:, None], len(c), axis=1), c)
+                    for method, c in settings  # noqa: B023
+                ]
+            )
+
+        held = np.split(nested(of, fit), np.cumsum([len(c) for _, c in settings])[:-1], axis=2)
+        found = [select(part, positive, of) for part in held]
+        null = np.zeros((len(settings), of.max() + 1, len(job.permuted)))
+        for fold in range(of.max() + 1) if len(job.permuted) else ():
+            space, rest = Standardized(rows, of != fold), of == fold
+            for place, ((method, c), selected) in enumerate(zip(settings, found, strict=True)):
+                chosen = np.full(len(job.permuted), c[selected.chosen[fold]])
+                null[place, fold] = aurocs(space.scores(method, job.permuted.T, chosen)[rest], job.permuted.T[rest])
+        outcomes += [Outcome(point, tokens, *one) for one in zip(job.methods, found, null, strict=True)]
     return outcomes
 
 
-def penalties_of(job: FitJob, method: Method) -> np.ndarray:
-    """The penalties that a method chooses from: the difference of means has none."""
-    return job.penalties[:1] if method == "difference" else job.penalties
+def nested(of: np.ndarray, fit: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Scores of each example by fits without its fold and without one other, `[folds, n, k]`.
 
-
-def select(logits: np.ndarray, positive: np.ndarray, folds: Folds) -> Selected:
-    """Choose a column for each outer fold in its inner folds, and calibrate it there.
+    The fit without folds i and j serves as an inner one of both, so F folds take F (F + 1) / 2 fits.
 
     Args:
-        logits: Scores by the fits of `folds`, `[fits, n, k]`; the first of equally good columns is chosen.
+        of: Each example's fold, `[n]`.
+        fit: Gives the scores `[n, k]` of all examples by fits of those that bool `[n]` names.
+    """
+    count, held = int(of.max()) + 1, np.empty(0)
+    for i, j in combinations_with_replacement(range(count), 2):
+        scores = fit((of != i) & (of != j))
+        if not held.size:
+            held = np.empty((count, *scores.shape), dtype=np.float32)
+        held[i, of == j], held[j, of == i] = scores[of == j], scores[of == i]
+    return held
+
+
+def select(held: np.ndarray, positive: np.ndarray, of: np.ndarray) -> Selected:
+    """Choose a setting for each outer fold in its inner folds, and calibrate it there.
+
+    Args:
+        held: As `nested` gives it; the first of equally good settings is chosen.
         positive: Bool `[n]`.
-        folds: The folds.
+        of: Each example's fold, `[n]`.
     """
-    count = folds.count
-    areas = np.zeros((count, count, logits.shape[2]))  # of the outer fold i: in fold j
-    pairs = np.zeros(count)
-    for j in range(count):
-        rows = folds.of == j
-        scores = logits[folds.fit[:, j]][:, rows].transpose(0, 2, 1)  # [folds, k, rows]
-        areas[:, j], found = auroc(scores, positive[rows])
-        pairs[j] = found[0, 0]
-    own = areas[np.arange(count), np.arange(count)]  # [folds, k]
-    inner = ((areas * pairs[:, None]).sum(axis=1) - own * pairs[:, None]) / (pairs.sum() - pairs)[:, None]
-    chosen = inner.argmax(axis=1)
-    outer = (own * pairs[:, None]).sum(axis=0) / pairs.sum()
-    best, every = int(outer.argmax()), np.arange(len(positive))
-    calibrations = []
-    for i in range(count):
-        rest = np.flatnonzero(folds.of != i)
-        calibrations.append(_calibration(logits[folds.fit[i, folds.of[rest]], rest, chosen[i]], positive[rest]))
-    return Selected(
-        held_out=logits[folds.of, every, chosen[folds.of]].astype(np.float32),
-        chosen=chosen,
-        inner=inner.max(axis=1),
-        calibrations=calibrations,
-        best=best,
-        score=float(outer[best]),
-        calibration=_calibration(logits[folds.of, every, best], positive),
-    )
+    count, every = len(held), np.arange(len(positive))
+    areas = np.array(
+        [[aurocs(held[i, of == j], positive[of == j, None]) for j in range(count)] for i in range(count)]
+    )  # [outer, inner, k]
+    pairs = np.array([positive[of == j].sum() * (~positive[of == j]).sum() for j in range(count)], dtype=float)
+    own = np.eye(count, dtype=bool)
+    inner = np.average(np.where(own[:, :, None], 0, areas), axis=1, weights=pairs) / (1 - pairs / pairs.sum())[:, None]
+    outer = np.average(areas[own], axis=0, weights=pairs)
+    chosen, best = inner.argmax(axis=1), int(outer.argmax())
+    held_out, probabilities = held[of, every, chosen[of]], np.empty(len(positive))
+    for fold in range(count):
+        calibration = platt(held[fold, of != fold, chosen[fold]], positive[of != fold])
+        probabilities[of == fold] = probability(held_out[of == fold], calibration)
+    calibration = platt(held[of, every, best], positive)
+    return Selected(held_out, probabilities, chosen, inner.max(axis=1), best, float(outer[best]), calibration)
 
 
-def labelings(
-    job: FitJob, rows: Rows, method: Method, penalty: float, labels: np.ndarray, wanted: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores of probes of other labels, one C, calibrated as those of the real ones.
-
-    Args:
-        job: The job.
-        rows: The examples.
-        method: The method.
-        penalty: Inverse C.
-        labels: Bool `[p, n]`.
-        wanted: The outer folds that are wanted.
-
-    Returns:
-        Scores, probabilities, and whether each score is above its threshold, `[p, n]` each; of examples in other folds
-        they are 0.
-    """
-    found = np.zeros((3, *labels.shape))
-    size = max(1, _LOGITS // job.folds.mask.numel())
-    for first in range(0, len(labels), size):
-        some = labels[first : first + size]
-        logits = rows.logits(method, job.folds.mask, some.T, np.array([[penalty]]))
-        for column, positive in enumerate(some):
-            for fold in wanted:
-                of, rest = np.flatnonzero(job.folds.of == fold), np.flatnonzero(job.folds.of != fold)
-                own = logits[job.folds.fit[fold, job.folds.of[rest]], rest, column]
-                scores = logits[fold, of, column]
-                found[:, first + column, of] = calibrated(scores, _calibration(own, positive[rest]))
-    return found[0], found[1], found[2].astype(bool)
+def aurocs(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
+    """The AUROC of each column of scores `[n, k]` against its labels `[n, k or 1]`; 0.5 where they have one class."""
+    pairs = zip(scores.T, np.broadcast_to(positive, scores.shape).T, strict=True)
+    return np.array([roc_auc_score(labels, of) if 0 < labels.sum() < len(labels) else 0.5 for of, labels in pairs])
 
 
-def calibrated(scores: np.ndarray, by: Calibration) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores, their probabilities, and whether they are above the threshold, `[n]` each."""
-    return scores, probability(scores, by), scores > by.threshold
+def platt(scores: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
+    """Slope and offset that turn scores `[n]` into the log odds of the positive class, bool `[n]`."""
+    center, scale = float(scores.mean()), float(scores.std()) or 1.0
+    model = LogisticRegression().fit(((scores - center) / scale)[:, None], positive)
+    slope = float(model.coef_[0, 0]) / scale
+    return slope, float(model.intercept_[0]) - slope * center
 
 
-def probability(scores: np.ndarray, by: Calibration) -> np.ndarray:
-    """Of the positive class."""
-    found: np.ndarray = 1 / (1 + np.exp(-np.clip(by.slope * scores + by.offset, -700, 700)))
+def probability(scores: np.ndarray, calibration: tuple[float, float]) -> np.ndarray:
+    """Of the positive class, `[n]`."""
+    slope, offset = calibration
+    found: np.ndarray = 1 / (1 + np.exp(-np.clip(slope * scores.astype(np.float64) + offset, -700, 700)))
     return found
 
 
-def _calibration(scores: np.ndarray, positive: np.ndarray) -> Calibration:
-    scores = scores.astype(np.float64)
-    threshold = np.quantile(scores[~positive], 1 - _FALSE_POSITIVES, method="higher") if (~positive).any() else np.inf
-    return Calibration(*platt(scores, positive), float(threshold))
-
-
-def _null(job: FitJob, rows: Rows, method: Method, penalty: np.ndarray) -> np.ndarray:
-    """AUROC of probes of the permuted labels, each outer fold with the C of the real ones, `[p]`."""
-    count, every = job.folds.count, np.arange(len(job.positive))
-    size = max(1, _LOGITS // (count * len(every)))
-    found = [np.empty(0)]
-    for first in range(0, len(job.permuted), size):
-        some = job.permuted[first : first + size]
-        logits = rows.logits(method, job.folds.mask[:count], some.T, penalty)
-        found.append(by_folds(logits[job.folds.of, every].T, some, job.folds.of))
-    return np.concatenate(found)
+def _fit(method: Method, rows: np.ndarray, labels: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weights `[features, k]` and bias `[k]` for each labeling, bool `[m, k]`, of rows `[m, features]`."""
+    if method == "difference":  # 0 halfway between the means
+        yes, no = (of / np.maximum(of.sum(axis=0), 1).astype(rows.dtype) for of in (labels, ~labels))
+        weights = rows.T @ (yes - no)
+        return weights, -((rows @ weights) * (yes + no)).sum(axis=0) / 2
+    if method == "ridge":
+        model = Ridge(alpha=1 / c).fit(rows, 2.0 * labels - 1)
+        return np.atleast_2d(model.coef_).T, np.atleast_1d(model.intercept_)
+    weights, bias = np.zeros((rows.shape[1], len(c))), np.zeros(len(c))
+    for column, positive in enumerate(labels.T):
+        if 0 < positive.sum() < len(positive):  # a permuted labeling may have one class
+            model = LogisticRegression(C=c[column], max_iter=_STEPS)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                model.fit(rows, positive)
+            weights[:, column], bias[column] = model.coef_[0], model.intercept_[0]
+    return weights, bias

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from sklearn.metrics import balanced_accuracy_score
 
-from evals.auroc import auroc, interval, resampled
-from evals.probes.fitting.fitting import Rows, probability
+from evals.auroc import area, interval
+from evals.probes.fitting.fitting import aurocs, probability
 from evals.probes.fitting.folds import permuted
-from evals.probes.fitting.headline import Headline, quantiles
+from evals.probes.fitting.headline import Headline, control
 from evals.probes.inputs.data import Data
+from evals.probes.inputs.features import features
 from evals.probes.sweep_options import Options
 
 
@@ -30,26 +31,21 @@ def transferred(given: Options, data: Data, headline: Headline, test: Data) -> d
         EvalError: Rows are not finite.
         OSError: The disk refuses.
     """
-    final = headline.final
-    rows = Rows(test.examples.index, final.point, final.tokens, test.examples.ranges[final.tokens])
-    scores, positive = rows.scores(headline.probe), test.positive
-    area = float(auroc(scores, positive)[0])
-    samples = resampled(
-        scores[None], positive, np.zeros(len(positive), dtype=int), test.groups, given.resamples, given.seed
-    )
-    between = interval(area, samples[0], test.group_count)
-    labelings = permuted(positive, test.groups, test.names, given.permutations, given.seed)
-    null = auroc(np.broadcast_to(scores, labelings.shape), labelings)[0]
+    final, positive = headline.final, test.positive
+    scores = headline.probe.scores(features(test.examples.index, final.point, test.examples.ranges[final.tokens]))
+    own = area(scores, positive, test.groups)
+    between = interval(own)
+    labelings = permuted(positive, test.groups, test.names, given.permutations, given.seed).T
     return {
         "session": test.examples.session,
-        "auroc": area,
+        "auroc": own.value,
         "auroc_low": between.low,
         "auroc_high": between.high,
-        "control": quantiles(null.tolist()),
+        **control(aurocs(np.broadcast_to(scores[:, None], labelings.shape), labelings)),
         "balanced_accuracy": float(balanced_accuracy_score(positive, probability(scores, headline.calibration) > 0.5)),
         "n": len(positive),
         "groups": test.group_count,
         "shared_groups": len({run.group for run in test.examples.runs} & {run.group for run in data.examples.runs}),
         "left_out": test.examples.left_out,
-        "reasons": between.reasons("auroc"),
+        "reasons": {"auroc_low": between.reason} if between.reason else {},
     }

@@ -53,12 +53,6 @@ def load(given: Options) -> tuple[Data, list[Data]]:
     data = _load(given, given.session or "", given.positive, given.points)
     tests = [_load_test(given, session, data) for session in given.test_sessions]
     if unused := data.unused.intersection(*(test.unused for test in tests)):
-        if not given.skip_missing:
-            option = "--results" if given.results else "--inspect" if given.inspect else "--labels"
-            raise EvalError(
-                f"{option}: {len(unused)} rows of labels have no stored run (as {min(unused)}); "
-                "use --skip-missing to skip such rows"
-            )
         data.examples.left_out["are rows of labels without a stored run"] = len(unused)
     return data, tests
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,8 +33,6 @@ class Example(NamedTuple):
         group: Its group; its own id without groups.
         text: Prompt and generated text; None where it was not stored.
         at: By choice of tokens, which of the run's stored rows it means.
-        file: Where it is stored.
-        offset: Where in the file.
     """
 
     run_id: str
@@ -43,8 +41,6 @@ class Example(NamedTuple):
     group: str
     text: str | None
     at: dict[str, RowPlace]
-    file: Path
-    offset: int
 
 
 class RowPlace(NamedTuple):
@@ -140,8 +136,7 @@ def find(
         raise EvalError(f"--session {session}: {_lacks(lacking, len(runs))}{advice}")
     index = index_rows(store, names, session=session, runs=[run.run_id for run in runs])
     left_out = {reason: len(ids) for reason, ids in lacking.items()}
-    light = replace(index, runs=[])  # it travels to other processes, and the examples have what is needed of them
-    return Examples(session, model, revision, names, runs, _ranges(index, runs, tokens), light, left_out)
+    return Examples(session, model, revision, names, runs, _ranges(index, runs, tokens), index, left_out)
 
 
 def _lacks(lacking: Mapping[str, Sequence[str]], others: int) -> str:
@@ -215,14 +210,12 @@ def _example(
         row.group if grouped and row.group is not None else facts.run_id,
         facts.text,
         places,
-        chosen.path,
-        chosen.offset,
     )
 
 
 def _rows(choice: TokenColumn, facts: RunFacts, row: RunLabels, positions: np.ndarray) -> tuple[int, int] | None:
     """The stored rows of a choice of tokens, `[first, end)`; None unless all of them are there."""
-    if choice.kind in ("mean", "max"):
+    if choice.kind == "mean":
         return 0, len(positions)
     wanted = choice.positions(facts, row.spans)
     if wanted is None:

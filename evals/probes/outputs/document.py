@@ -1,4 +1,4 @@
-"""What `probes.json` holds: the headline, the sweep's rows, their intervals and controls."""
+"""What `probes.json` holds: the headline, the sweep's rows, each example's score, intervals and controls."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from evals.auroc import Interval, band, by_folds, interval, resampled
+from evals.auroc import Area, area, band, interval
 from evals.probes.fitting.baselines import Baseline
 from evals.probes.fitting.fitting import FitJob, Outcome
-from evals.probes.fitting.headline import Headline, quantiles, summary
+from evals.probes.fitting.headline import Headline, control, summary
 from evals.probes.inputs.data import Data
 from evals.probes.sweep_options import Options
 
@@ -26,7 +26,7 @@ def document(
     texts: Mapping[str, Baseline],
     lengths: Mapping[str, Baseline],
 ) -> Record:
-    """Everything but the transfer. All intervals are of one bootstrap, so that differences are paired.
+    """Everything but selectivity and transfer.
 
     Args:
         given: The options.
@@ -37,23 +37,31 @@ def document(
         texts: The text baseline of each choice of tokens.
         lengths: The length baseline of each.
     """
-    text, length = (_as_chosen(job, headline, of) for of in (texts, lengths))
-    series = [one.selected.held_out for one in outcomes]
-    series += [headline.held_out.logits, *(scores for scores in (text,) if scores is not None)]
-    samples = resampled(np.stack(series), data.positive, job.folds.of, data.groups, given.resamples, given.seed)
-    rows, reasons = _rows(data, job, outcomes, samples, texts)
-    own = summary(job, headline, data.group_count)
-    own |= {"n": len(data.positive), "positives": int(data.positive.sum())}
-    own |= {"groups": data.group_count, "folds": job.folds.count}
-    own |= _bounded(own, "auroc", interval(own["auroc"], samples[len(rows)], data.group_count))
-    own["length_auroc"] = None if length is None else float(by_folds(length, data.positive, job.folds.of))
-    own |= _against_text(own, text, texts, samples[len(rows) :], job, data.group_count)
+
+    def compared(scores: np.ndarray | None) -> Area | None:
+        return None if scores is None else area(scores, data.positive, data.groups, job.folds)
+
+    rows = _rows(outcomes, [area(one.selected.held_out, data.positive, data.groups, job.folds) for one in outcomes])
+    by_text, by_length = ({name: compared(one.held_out) for name, one in of.items()} for of in (texts, lengths))
+    for row in rows:
+        row["text_auroc"], row["length_auroc"] = (_value(of[row["tokens"]]) for of in (by_text, by_length))
+    own = summary(job, headline)
+    own |= {"n": len(data.positive), "positives": int(data.positive.sum()), "groups": data.group_count}
+    own["folds"] = given.folds
+    reached = area(headline.scores, data.positive, data.groups, job.folds)
+    text, length = (compared(_as_chosen(job, headline, of)) for of in (texts, lengths))
+    difference = None if text is None else reached.less(text)
+    why_no_text = next((one.reason for one in texts.values() if one.reason), None)
+    for name, of, least in (("auroc", reached, 0), ("text_auroc", text, 0), ("text_difference", difference, -1)):
+        _add(own, name, of, why_no_text, least)
+    own["length_auroc"] = _value(length)
+    if (least_difference := own["text_difference_low"]) is None:
+        own["reasons"]["beats_text"] = own["reasons"].get("text_difference") or own["reasons"]["text_difference_low"]
+    own["beats_text"] = None if least_difference is None else least_difference > 0
     own["faults"] = faults(own, rows)
     return {
         "headline": own,
         "rows": rows,
-        "nulls": [_place(one) | {"control": quantiles(one.null.tolist())} for one in outcomes],
-        "reasons": reasons,
         "session": data.examples.session,
         "model": data.examples.model,
         "revision": data.examples.revision,
@@ -62,10 +70,10 @@ def document(
         "points": data.examples.points,
         "tokens": list(texts),
         "methods": list(job.methods),
-        "c": sorted(set(given.c)),
-        **{name: getattr(given, name) for name in ("label", "permutations", "resamples", "seed")},
+        "c": list(job.c),
+        **{name: getattr(given, name) for name in ("label", "permutations", "seed")},
         "left_out": data.examples.left_out,
-        "lengths": {name: one.auroc for name, one in lengths.items()},
+        "scores": _scores(data, job, headline),
     }
 
 
@@ -94,58 +102,55 @@ def faults(own: Record, rows: Sequence[Record]) -> list[str]:
     ]
 
 
-def _rows(
-    data: Data, job: FitJob, outcomes: Sequence[Outcome], samples: np.ndarray, texts: Mapping[str, Baseline]
-) -> tuple[list[Record], dict[str, str]]:
-    """The sweep, and why what is null in it is null."""
-    estimates = np.array([by_folds(one.selected.held_out, data.positive, job.folds.of) for one in outcomes])
-    bands = band(estimates, samples[: len(outcomes)], data.group_count)
-    rows, reasons = list[Record](), bands[0].reasons("auroc")
-    for one, estimate, between in zip(outcomes, estimates.tolist(), bands, strict=True):
-        null, text = quantiles(one.null.tolist()), texts[one.tokens]
-        figures = {"auroc": estimate, "auroc_low": between.low, "auroc_high": between.high}
-        figures |= {"control_auroc": null["median"] if null else None, "text_auroc": text.auroc}
-        rows.append(_place(one) | figures | {"n": len(data.positive), "groups": data.group_count})
-        reasons |= {"text_auroc": text.reason} if text.reason else {}
-    return rows, reasons | ({} if len(job.permuted) else {"control_auroc": "no permutations"})
+def _rows(outcomes: Sequence[Outcome], areas: Sequence[Area]) -> list[Record]:
+    return [
+        {"point": one.point, "tokens": one.tokens, "method": one.method}
+        | {"auroc": of.value, "auroc_low": between.low, "auroc_high": between.high}
+        | control(one.null.mean(axis=0))
+        for one, of, between in zip(outcomes, areas, band(areas), strict=True)
+    ]
 
 
-def _place(one: Outcome) -> Record:
-    return {"point": one.point, "tokens": one.tokens, "method": one.method}
+def _scores(data: Data, job: FitJob, headline: Headline) -> list[Record]:
+    """A record for each example, with its probability by the probe of its fold, which was not trained on it."""
+    return [
+        {
+            "run_id": run.run_id,
+            "sample_id": run.sample_id,
+            "group": run.group,
+            "label": run.label,
+            "fold": fold,
+            "score": score,
+            "probability": chance,
+        }
+        for run, fold, score, chance in zip(
+            data.examples.runs,
+            job.folds.tolist(),
+            headline.scores.tolist(),
+            headline.probabilities.tolist(),
+            strict=True,
+        )
+    ]
 
 
-def _bounded(own: Record, name: str, between: Interval) -> Record:
-    """An interval as two fields; the reasons of the headline say why there is none."""
-    own["reasons"] |= between.reasons(name)
-    return {f"{name}_low": between.low, f"{name}_high": between.high}
+def _value(of: Area | None) -> float | None:
+    return None if of is None else of.value
+
+
+def _add(own: Record, name: str, of: Area | None, reason: str | None, least: float) -> None:
+    """A figure and the bounds of its interval; the reasons of the headline explain what is null."""
+    between = None if of is None else interval(of, least=least)
+    own |= {name: _value(of)}
+    own |= {f"{name}_low": between and between.low, f"{name}_high": between and between.high}
+    if between is None or between.reason:
+        own["reasons"][f"{name}_low" if between else name] = between.reason if between else reason
 
 
 def _as_chosen(job: FitJob, headline: Headline, of: Mapping[str, Baseline]) -> np.ndarray | None:
     """A baseline's held-out scores, in each fold those for the tokens that the fold chose."""
     found = np.zeros(len(job.positive))
     for fold, choice in enumerate(headline.choices):
-        scores = of[choice.tokens].held_out
-        if scores is None:
+        if (scores := of[choice.tokens].held_out) is None:
             return None
-        found[job.folds.of == fold] = scores[job.folds.of == fold]
-    return found
-
-
-def _against_text(
-    own: Record, text: np.ndarray | None, texts: Mapping[str, Baseline], samples: np.ndarray, job: FitJob, groups: int
-) -> Record:
-    """The text's AUROC beside the headline's; `samples` are the headline's and the text's, `[2, b]`."""
-    if text is None:
-        names = ["text_auroc", "text_difference", "beats_text"]
-        names += [f"{name}_{end}" for name in names[:2] for end in ("low", "high")]
-        own["reasons"] |= dict.fromkeys(names, next(one.reason for one in texts.values() if one.reason))
-        return dict.fromkeys(names)
-    area = float(by_folds(text, job.positive, job.folds.of))
-    difference = own["auroc"] - area
-    between = interval(difference, samples[0] - samples[1], groups, exact=False)
-    found: Record = {"text_auroc": area} | _bounded(own, "text_auroc", interval(area, samples[1], groups))
-    found |= {"text_difference": difference} | _bounded(own, "text_difference", between)
-    found["beats_text"] = None if between.low is None else between.low > 0
-    if between.reason:
-        own["reasons"]["beats_text"] = between.reason
+        found[job.folds == fold] = scores[job.folds == fold]
     return found
