@@ -27,15 +27,10 @@ class Interval(NamedTuple):
 
 
 class Area(NamedTuple):
-    """An AUROC, or a difference of two over the same examples.
+    """An AUROC, or a difference of two over the same examples."""
 
-    Attributes:
-        value: The area; 0 without a pair.
-        influence: What each group adds to the value's deviation from the truth, `[groups]`.
-    """
-
-    value: float
-    influence: np.ndarray
+    value: float  # the area; 0 without a pair
+    influence: np.ndarray  # what each group adds to the value's deviation from the truth, `[groups]`
 
     @property
     def error(self) -> float:

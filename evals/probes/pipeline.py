@@ -17,32 +17,25 @@ from safetensors.torch import save_file
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from evals.probes.fitting import baselines
-from evals.probes.fitting.fitting import FitJob, Outcome, probe_point
-from evals.probes.fitting.folds import permuted, split
-from evals.probes.fitting.headline import Headline, choose, selectivity
-from evals.probes.fitting.transfer import transferred
-from evals.probes.inputs.data import load
-from evals.probes.outputs import report_page
-from evals.probes.outputs.document import document
+from evals.probes import baselines, report_page
+from evals.probes.data import load
+from evals.probes.document import document
+from evals.probes.fits import FitJob, Outcome, probe_point
+from evals.probes.folds import permuted, split
+from evals.probes.headline import Headline, choose, selectivity
 from evals.probes.sweep_options import Options
+from evals.probes.transfer import transferred
 from evals.results.results import write_json
 
 _SMALL = 1 << 26  # bytes of a point's rows up to which points are probed side by side, each by one thread
 
 
 class Result(NamedTuple):
-    """What a sweep found and writes.
+    """What a sweep found and writes."""
 
-    Attributes:
-        document: `probes.json`: the headline, the rows and the scores among it.
-        tensors: The probe file's tensors.
-        out: The directory; None where nothing was written.
-    """
-
-    document: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    out: Path | None
+    document: dict[str, Any]  # `probes.json`: the headline, the rows and the scores among it
+    tensors: dict[str, torch.Tensor]  # the probe file's tensors
+    out: Path | None  # the directory; None where nothing was written
 
     @property
     def headline(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from evals.config import EvalError
-from evals.probes.fitting.fitting import METHODS, Method
-from evals.probes.inputs.token_columns import TokenColumn
+from evals.probes.fits import METHODS, Method
+from evals.probes.token_columns import TokenColumn
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")  # for a file's name
 

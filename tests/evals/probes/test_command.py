@@ -18,7 +18,7 @@ from evals.config import EvalError
 from evals.labels.table import labelled
 from evals.probes import sweep
 from evals.probes.__main__ import main
-from evals.probes.inputs.labels import RunLabels, from_file
+from evals.probes.labels import RunLabels, from_file
 
 HOSTILE = "<script>alert(1)</script>"
 Change = Callable[[list[Made]], object]

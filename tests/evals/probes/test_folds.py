@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from evals.config import EvalError
-from evals.probes.fitting.folds import permuted, split
+from evals.probes.folds import permuted, split
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=30, max_size=60), seed=st.integers(0, 99))

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 
-from evals.probes.fitting.fitting import FitJob, Method, Outcome, Probe, Standardized
-from evals.probes.inputs.features import features
+from evals.probes.features import features
+from evals.probes.fits import FitJob, Method, Outcome, Probe, Standardized
 
 TYPES = 20  # of last tokens; of fewer there are too few labelings for a control task
 
@@ -24,25 +24,15 @@ class ProbeChoice(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """What the folds chose, and the probe that is fitted to all examples.
+    """What the folds chose, and the probe that is fitted to all examples."""
 
-    Attributes:
-        choices: Each outer fold's.
-        scores: Each example's, by its fold's choice, which was not trained on it, `[n]`.
-        probabilities: The same, calibrated in the training folds, `[n]`.
-        null: The AUROC of each permuted labeling, `[p]`.
-        final: The settings of the probe of all examples.
-        probe: That probe.
-        calibration: Its slope and offset, from scores to log odds.
-    """
-
-    choices: list[ProbeChoice]
-    scores: np.ndarray
-    probabilities: np.ndarray
-    null: np.ndarray
-    final: ProbeChoice
-    probe: Probe
-    calibration: tuple[float, float]
+    choices: list[ProbeChoice]  # each outer fold's
+    scores: np.ndarray  # each example's, by its fold's choice, which was not trained on it, `[n]`
+    probabilities: np.ndarray  # the same, calibrated in the training folds, `[n]`
+    null: np.ndarray  # the AUROC of each permuted labeling, `[p]`
+    final: ProbeChoice  # the settings of the probe of all examples
+    probe: Probe  # that probe
+    calibration: tuple[float, float]  # its slope and offset, from scores to log odds
 
 
 def choose(job: FitJob, outcomes: Sequence[Outcome]) -> Headline:

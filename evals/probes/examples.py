@@ -19,73 +19,44 @@ from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import recorded
 from evals.config import EvalError
-from evals.probes.inputs.labels import RunLabels, Source
-from evals.probes.inputs.token_columns import TokenColumn
+from evals.probes.labels import RunLabels, Source
+from evals.probes.token_columns import TokenColumn
 
 
 class Example(NamedTuple):
-    """One run.
+    """One run."""
 
-    Attributes:
-        run_id: The run.
-        sample_id: Its sample.
-        label: Its label.
-        group: Its group; its own id without groups.
-        text: Prompt and generated text; None where it was not stored.
-        at: By choice of tokens, which of the run's stored rows it means.
-    """
-
-    run_id: str
-    sample_id: str | None
-    label: str
-    group: str
-    text: str | None
-    at: dict[str, RowPlace]
+    run_id: str  # the run
+    sample_id: str | None  # its sample
+    label: str  # its label
+    group: str  # its group; its own id without groups
+    text: str | None  # prompt and generated text; None where it was not stored
+    at: dict[str, RowPlace]  # by choice of tokens, which of the run's stored rows it means
 
 
 class RowPlace(NamedTuple):
-    """A run's stored rows `[first, end)`, and the text and tokens up to the last of them.
+    """A run's stored rows `[first, end)`, and the text and tokens up to the last of them."""
 
-    Attributes:
-        first: The first row.
-        end: The row after the last.
-        characters: Characters of the run's text up to the end of the last row's token.
-        tokens: Tokens up to and with that one.
-        token_id: That token.
-        cut: Whether `characters` are without that token's, since where it ends was not stored.
-    """
-
-    first: int
-    end: int
-    characters: int
-    tokens: int
-    token_id: int
-    cut: bool
+    first: int  # the first row
+    end: int  # the row after the last
+    characters: int  # characters of the run's text up to the end of the last row's token
+    tokens: int  # tokens up to and with that one
+    token_id: int  # that token
+    cut: bool  # whether `characters` are without that token's, since where it ends was not stored
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """All examples of a session in one order.
+    """All examples of a session in one order."""
 
-    Attributes:
-        session: The session.
-        model: The model's id.
-        revision: Its revision, where one was asked for.
-        points: Names of points, by site and layer.
-        runs: The examples, `[n]`.
-        ranges: By choice of tokens, each example's rows of `index`, `[n, 2]`.
-        index: Where the rows lie.
-        left_out: How many runs were left out, by reason.
-    """
-
-    session: str
-    model: str
-    revision: str | None
-    points: list[str]
-    runs: list[Example]
-    ranges: dict[str, np.ndarray]
-    index: RowIndex
-    left_out: dict[str, int]
+    session: str  # the session
+    model: str  # the model's id
+    revision: str | None  # its revision, where one was asked for
+    points: list[str]  # names of points, by site and layer
+    runs: list[Example]  # the examples, `[n]`
+    ranges: dict[str, np.ndarray]  # by choice of tokens, each example's rows of `index`, `[n, 2]`
+    index: RowIndex  # where the rows lie
+    left_out: dict[str, int]  # how many runs were left out, by reason
 
 
 def find(

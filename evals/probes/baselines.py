@@ -12,8 +12,8 @@ from sklearn.model_selection import PredefinedSplit, cross_val_predict
 from sklearn.pipeline import make_pipeline, make_union
 from sklearn.preprocessing import StandardScaler
 
-from evals.probes.fitting.fitting import FitJob, nested, select
-from evals.probes.inputs.examples import Example, RowPlace
+from evals.probes.examples import Example, RowPlace
+from evals.probes.fits import FitJob, nested, select
 
 _C = (1.0, 100.0)
 _TERMS = 50_000  # most words, and most pieces of words, that are features

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from evals.auroc import Area, area, band, interval
-from evals.probes.fitting.baselines import Baseline
-from evals.probes.fitting.fitting import FitJob, Outcome
-from evals.probes.fitting.headline import Headline, control, summary
-from evals.probes.inputs.data import Data
+from evals.probes.baselines import Baseline
+from evals.probes.data import Data
+from evals.probes.fits import FitJob, Outcome
+from evals.probes.headline import Headline, control, summary
 from evals.probes.sweep_options import Options
 
 Record = dict[str, Any]
@@ -113,24 +113,10 @@ def _rows(outcomes: Sequence[Outcome], areas: Sequence[Area]) -> list[Record]:
 
 def _scores(data: Data, job: FitJob, headline: Headline) -> list[Record]:
     """A record for each example, with its probability by the probe of its fold, which was not trained on it."""
-    return [
-        {
-            "run_id": run.run_id,
-            "sample_id": run.sample_id,
-            "group": run.group,
-            "label": run.label,
-            "fold": fold,
-            "score": score,
-            "probability": chance,
-        }
-        for run, fold, score, chance in zip(
-            data.examples.runs,
-            job.folds.tolist(),
-            headline.scores.tolist(),
-            headline.probabilities.tolist(),
-            strict=True,
-        )
-    ]
+    names = "run_id", "sample_id", "group", "label", "fold", "score", "probability"
+    runs = [(run.run_id, run.sample_id, run.group, run.label) for run in data.examples.runs]
+    scores = zip(job.folds.tolist(), headline.scores.tolist(), headline.probabilities.tolist(), strict=True)
+    return [dict(zip(names, run + score, strict=True)) for run, score in zip(runs, scores, strict=True)]
 
 
 def _value(of: Area | None) -> float | None:

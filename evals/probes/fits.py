@@ -15,7 +15,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import StandardScaler
 
 from deployments.activations.reader.row_index import RowIndex
-from evals.probes.inputs.features import features
+from evals.probes.features import features
 
 Method = Literal["difference", "logistic", "ridge"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -24,25 +24,15 @@ _STEPS = 300  # of L-BFGS; only fits with a weak penalty, which are rarely chose
 
 @dataclass(frozen=True, eq=False)
 class FitJob:
-    """What every point is probed for.
+    """What every point is probed for."""
 
-    Attributes:
-        index: Where the rows lie.
-        ranges: By choice of tokens, each example's rows of it, `[n, 2]`.
-        positive: Each example's class, bool `[n]`.
-        folds: Each example's fold, `[n]`.
-        permuted: Labelings for the null, bool `[p, n]`.
-        methods: What is fitted.
-        c: Values of C, ascending.
-    """
-
-    index: RowIndex
-    ranges: dict[str, np.ndarray]
-    positive: np.ndarray
-    folds: np.ndarray
-    permuted: np.ndarray
-    methods: tuple[Method, ...]
-    c: tuple[float, ...]
+    index: RowIndex  # where the rows lie
+    ranges: dict[str, np.ndarray]  # by choice of tokens, each example's rows of it, `[n, 2]`
+    positive: np.ndarray  # each example's class, bool `[n]`
+    folds: np.ndarray  # each example's fold, `[n]`
+    permuted: np.ndarray  # labelings for the null, bool `[p, n]`
+    methods: tuple[Method, ...]  # what is fitted
+    c: tuple[float, ...]  # values of C, ascending
 
     def settings(self, method: Method) -> np.ndarray:
         """The values of C that a method chooses from: the difference of means has none, which is 1 here."""
@@ -50,25 +40,16 @@ class FitJob:
 
 
 class Selected(NamedTuple):
-    """Scores of a nested cross-validation over settings.
+    """Scores of a nested cross-validation over settings."""
 
-    Attributes:
-        held_out: Each example's score by the fit without its fold, of the setting that the inner folds chose, `[n]`.
-        probabilities: Those scores calibrated by the inner folds' held-out scores, `[n]`.
-        chosen: Which setting each outer fold's inner folds chose, `[folds]`.
-        inner: Its AUROC in the inner folds, `[folds]`.
-        best: Which setting all folds together choose.
-        score: Its AUROC.
-        calibration: From its held-out scores to log odds: slope and offset.
-    """
-
+    # each example's score by the fit without its fold, of the setting that the inner folds chose, `[n]`
     held_out: np.ndarray
-    probabilities: np.ndarray
-    chosen: np.ndarray
-    inner: np.ndarray
-    best: int
-    score: float
-    calibration: tuple[float, float]
+    probabilities: np.ndarray  # those scores calibrated by the inner folds' held-out scores, `[n]`
+    chosen: np.ndarray  # which setting each outer fold's inner folds chose, `[folds]`
+    inner: np.ndarray  # its AUROC in the inner folds, `[folds]`
+    best: int  # which setting all folds together choose
+    score: float  # its AUROC
+    calibration: tuple[float, float]  # from its held-out scores to log odds: slope and offset
 
 
 class Outcome(NamedTuple):

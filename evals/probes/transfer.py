@@ -8,11 +8,11 @@ import numpy as np
 from sklearn.metrics import balanced_accuracy_score
 
 from evals.auroc import area, interval
-from evals.probes.fitting.fitting import aurocs, probability
-from evals.probes.fitting.folds import permuted
-from evals.probes.fitting.headline import Headline, control
-from evals.probes.inputs.data import Data
-from evals.probes.inputs.features import features
+from evals.probes.data import Data
+from evals.probes.features import features
+from evals.probes.fits import aurocs, probability
+from evals.probes.folds import permuted
+from evals.probes.headline import Headline, control
 from evals.probes.sweep_options import Options
 
 

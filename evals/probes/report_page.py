@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from evals.probes.inputs.examples import Examples, by_site
+from evals.probes.examples import Examples, by_site
 from evals.report.charts import Scale
 from evals.report.page import NAME, template
 from evals.results.results import write_whole

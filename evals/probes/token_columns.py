@@ -13,16 +13,10 @@ _SPAN = re.compile(r"span:(-?\d*):(-?\d*)")
 
 
 class TokenColumn(NamedTuple):
-    """A choice of tokens: the last of some, `mean` of all, or the mean of a span.
+    """A choice of tokens: the last of some, `mean` of all, or the mean of a span."""
 
-    Attributes:
-        name: As it was written.
-        kind: `prompt_last`, `generated_last`, `last`, `mean`, `span` (of a labels table, by
-            `label`) or `positions` (`first`, `end`).
-    """
-
-    name: str
-    kind: str
+    name: str  # as it was written
+    kind: str  # `prompt_last`, `generated_last`, `last`, `mean`, `span` (of a labels table) or `positions`
     label: str = ""
     first: int | None = None
     end: int | None = None

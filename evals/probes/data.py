@@ -10,27 +10,19 @@ import numpy as np
 
 from deployments.options import home
 from evals.config import EvalError
-from evals.probes.inputs import labels
-from evals.probes.inputs.examples import Examples, find
+from evals.probes import labels
+from evals.probes.examples import Examples, find
 from evals.probes.sweep_options import Options
 
 
 class Data(NamedTuple):
-    """Examples with their classes and groups.
+    """Examples with their classes and groups."""
 
-    Attributes:
-        examples: The examples, `n` of them.
-        label: The label of the positive class.
-        positive: Each example's class, bool `[n]`.
-        groups: Each example's group by number, `[n]`.
-        unused: Names of rows of labels that have no stored run in the session.
-    """
-
-    examples: Examples
-    label: str
-    positive: np.ndarray
-    groups: np.ndarray
-    unused: set[str]
+    examples: Examples  # the examples, `n` of them
+    label: str  # the label of the positive class
+    positive: np.ndarray  # each example's class, bool `[n]`
+    groups: np.ndarray  # each example's group by number, `[n]`
+    unused: set[str]  # names of rows of labels that have no stored run in the session
 
     @property
     def group_count(self) -> int:
