@@ -9,7 +9,7 @@ import numpy as np
 
 from evals.auroc import Area, area, band, interval
 from evals.probes.baselines import Baseline
-from evals.probes.data import Data
+from evals.probes.examples import Examples
 from evals.probes.fits import FitJob, Outcome
 from evals.probes.headline import Headline, control, summary
 from evals.probes.sweep_options import Options
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 def document(
     given: Options,
-    data: Data,
+    data: Examples,
     job: FitJob,
     outcomes: Sequence[Outcome],
     headline: Headline,
@@ -62,17 +62,17 @@ def document(
     return {
         "headline": own,
         "rows": rows,
-        "session": data.examples.session,
-        "model": data.examples.model,
-        "revision": data.examples.revision,
+        "session": data.session,
+        "model": data.model,
+        "revision": data.revision,
         "positive": data.label,
         "group": given.group_column,
-        "points": data.examples.points,
+        "points": data.points,
         "tokens": list(texts),
         "methods": list(job.methods),
         "c": list(job.c),
         **{name: getattr(given, name) for name in ("label", "permutations", "seed")},
-        "left_out": data.examples.left_out,
+        "left_out": data.left_out,
         "scores": _scores(data, job, headline),
     }
 
@@ -111,10 +111,10 @@ def _rows(outcomes: Sequence[Outcome], areas: Sequence[Area]) -> list[Record]:
     ]
 
 
-def _scores(data: Data, job: FitJob, headline: Headline) -> list[Record]:
+def _scores(data: Examples, job: FitJob, headline: Headline) -> list[Record]:
     """A record for each example, with its probability by the probe of its fold, which was not trained on it."""
     names = "run_id", "sample_id", "group", "label", "fold", "score", "probability"
-    runs = [(run.run_id, run.sample_id, run.group, run.label) for run in data.examples.runs]
+    runs = [(run.run_id, run.sample_id, run.group, run.label) for run in data.runs]
     scores = zip(job.folds.tolist(), headline.scores.tolist(), headline.probabilities.tolist(), strict=True)
     return [dict(zip(names, run + score, strict=True)) for run, score in zip(runs, scores, strict=True)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple, get_args
 
@@ -122,17 +123,11 @@ def probe_point(job: FitJob, point: str) -> list[Outcome]:
     for tokens, ranges in job.ranges.items():
         rows = features(job.index, point, ranges)
         settings = [(method, job.settings(method)) for method in job.methods]
-
-        def fit(training: np.ndarray, rows: np.ndarray = rows) -> np.ndarray:
-            space = Standardized(rows, training)
-            return np.hstack(
-                [
-                    space.scores(method, np.repeat(positive[:, None], len(c), axis=1), c)
-                    for method, c in settings  # noqa: B023
-                ]
-            )
-
-        held = np.split(nested(of, fit), np.cumsum([len(c) for _, c in settings])[:-1], axis=2)
+        held = np.split(
+            nested(of, partial(_scores, rows, positive, settings)),
+            np.cumsum([len(c) for _, c in settings])[:-1],
+            axis=2,
+        )
         found = [select(part, positive, of) for part in held]
         null = np.zeros((len(settings), of.max() + 1, len(job.permuted)))
         for fold in range(of.max() + 1) if len(job.permuted) else ():
@@ -142,6 +137,15 @@ def probe_point(job: FitJob, point: str) -> list[Outcome]:
                 null[place, fold] = aurocs(space.scores(method, job.permuted.T, chosen)[rest], job.permuted.T[rest])
         outcomes += [Outcome(point, tokens, *one) for one in zip(job.methods, found, null, strict=True)]
     return outcomes
+
+
+def _scores(
+    rows: np.ndarray, positive: np.ndarray, settings: list[tuple[Method, np.ndarray]], training: np.ndarray
+) -> np.ndarray:
+    """Scores of all rows by fits of some of them, `[n, k]`, for every method and value of C."""
+    space = Standardized(rows, training)
+    every = [(method, c, np.repeat(positive[:, None], len(c), axis=1)) for method, c in settings]
+    return np.hstack([space.scores(method, labels, c) for method, c, labels in every])
 
 
 def nested(of: np.ndarray, fit: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

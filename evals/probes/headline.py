@@ -1,4 +1,4 @@
-"""The headline: the procedure that chooses point, tokens, method and C inside the folds, and its final probe."""
+"""The headline: what chooses point, tokens, method and C inside the folds, its final probe, and that one elsewhere."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 
+from evals.auroc import area, interval
+from evals.probes.examples import Examples
 from evals.probes.features import features
-from evals.probes.fits import FitJob, Method, Outcome, Probe, Standardized
+from evals.probes.fits import FitJob, Method, Outcome, Probe, Standardized, aurocs, probability
+from evals.probes.folds import permuted
+from evals.probes.sweep_options import Options
 
 TYPES = 20  # of last tokens; of fewer there are too few labelings for a control task
 
@@ -118,3 +122,38 @@ def selectivity(job: FitJob, headline: Headline, types: np.ndarray, seed: int) -
     accuracy = float(np.mean((headline.scores > 0) == job.positive))
     found = float(np.median(right.mean(axis=0)))
     return {"selectivity": accuracy - found, "control_accuracy": found}
+
+
+def transferred(given: Options, data: Examples, headline: Headline, test: Examples) -> dict[str, Any]:
+    """Figures of the probe of all examples on those of a test session, for JSON.
+
+    The null is that of the session's labels permuted, scored by the same probe.
+
+    Args:
+        given: The options.
+        data: The examples that the probe was fitted to.
+        headline: With that probe.
+        test: The test session's examples.
+
+    Raises:
+        EvalError: Rows are not finite.
+        OSError: The disk refuses.
+    """
+    final, positive = headline.final, test.positive
+    scores = headline.probe.scores(features(test.index, final.point, test.ranges[final.tokens]))
+    own = area(scores, positive, test.groups)
+    between = interval(own)
+    labelings = permuted(positive, test.groups, test.names, given.permutations, given.seed).T
+    return {
+        "session": test.session,
+        "auroc": own.value,
+        "auroc_low": between.low,
+        "auroc_high": between.high,
+        **control(aurocs(np.broadcast_to(scores[:, None], labelings.shape), labelings)),
+        "balanced_accuracy": float(balanced_accuracy_score(positive, probability(scores, headline.calibration) > 0.5)),
+        "n": len(positive),
+        "groups": test.group_count,
+        "shared_groups": len({run.group for run in test.runs} & {run.group for run in data.runs}),
+        "left_out": test.left_out,
+        "reasons": {"auroc_low": between.reason} if between.reason else {},
+    }

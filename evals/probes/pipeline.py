@@ -18,13 +18,12 @@ from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 from evals.probes import baselines, report_page
-from evals.probes.data import load
 from evals.probes.document import document
+from evals.probes.examples import load
 from evals.probes.fits import FitJob, Outcome, probe_point
 from evals.probes.folds import permuted, split
-from evals.probes.headline import Headline, choose, selectivity
+from evals.probes.headline import Headline, choose, selectivity, transferred
 from evals.probes.sweep_options import Options
-from evals.probes.transfer import transferred
 from evals.results.results import write_json
 
 _SMALL = 1 << 26  # bytes of a point's rows up to which points are probed side by side, each by one thread
@@ -65,17 +64,16 @@ def sweep(**options: Any) -> Result:
     data, tests = load(given)
     folds = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
     shuffled = permuted(data.positive, data.groups, data.names, given.permutations, given.seed)
-    examples = data.examples
     c = tuple(sorted(set(given.c)))
-    job = FitJob(examples.index, examples.ranges, data.positive, folds, shuffled, tuple(given.methods), c)
-    outcomes = _probe(job, examples.points)
+    job = FitJob(data.index, data.ranges, data.positive, folds, shuffled, tuple(given.methods), c)
+    outcomes = _probe(job, data.points)
     headline = choose(job, outcomes)
     texts, lengths = (
-        {name: of(job, examples.runs, name) for name in examples.ranges} for of in (baselines.text, baselines.length)
+        {name: of(job, data.runs, name) for name in data.ranges} for of in (baselines.text, baselines.length)
     )
     found = document(given, data, job, outcomes, headline, texts, lengths)
     if given.group_column is None:
-        types = np.array([run.at[given.choices[0].name].token_id for run in examples.runs])
+        types = np.array([run.at[given.choices[0].name].token_id for run in data.runs])
         task = selectivity(job, headline, types, given.seed)
         found["headline"]["reasons"] |= task.pop("reasons", {})
         found["headline"] |= task
@@ -87,7 +85,7 @@ def sweep(**options: Any) -> Result:
         write_json(given.out / "probes.json", found)
         save_file(tensors, part := given.out / f"{given.probe_name}.safetensors.part", _metadata(given, found))
         part.replace(part.with_suffix(""))
-        report_page.write(given.out, found, examples)
+        report_page.write(given.out, found, data)
     return Result(found, tensors, given.out)
 
 
