@@ -1,64 +1,97 @@
-"""The census of a session: outlier features, massive activations beside them, and what zeroing outliers costs."""
+"""Outlier features: the same features, far from zero in many layers and at many tokens.
 
+Dettmers, Lewis, Belkada and Zettlemoyer (2022), "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale",
+section 4.1.
+"""
+
+import math
 import os
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from deployments.activations import load
+from deployments.activations.reader.row_index import RowIndex, index_rows
+from deployments.activations.reader.row_reader import RowReader
+from deployments.activations.reader.selection import by_schema
+from deployments.activations.reader.sources import segments
+from deployments.activations.segments.schema import point_types, segment_facts
+from deployments.activations.segments.segments import whole_runs
+from deployments.points.names import recorded
 from evals.config import EvalError, some
-from evals.outliers import features, massive
-from evals.outliers.ablation import ablate, check_points, read_prompts
-from evals.outliers.census_report import write
-from evals.outliers.counts import Counts
-from evals.outliers.stored import INPUTS, RESIDUAL, Stored
-from evals.outliers.texts import add_tokens, stored_prompts
+from evals.results.activation_stats import LAYER
 
 Record = dict[str, Any]
-MOST_SHOWN = 64  # features of a map
+MOST_SHOWN = 64  # features of the map
+BATCH_BYTES = 32 << 20  # of rows in memory at once, in the dtype that was stored
+# What attention's first projections and the MLP's read, by canonical names or the projections' own.
+INPUTS = re.compile(
+    r"layers\.\d+\.(?:(?:input|post_attention)_layernorm\.output|(?:attention|mlp)\.input)"
+    r"|.+\.(?:[qkv]_proj|qkv_proj|query_key_value|c_attn|gate_proj|up_proj|gate_up_proj|dense_h_to_4h|c_fc|fc1)\.input"
+)
 
 
-class Ablation(NamedTuple):
-    """How zeroing is measured.
+class Rule(NamedTuple):
+    """When a feature is an outlier.
 
     Attributes:
-        base_url: The server's, ends in `/v1`; it serves the session's model by the same id.
-        texts: A file of JSON lines with `text` or `prompt`; without it the session's own runs.
-        most: The most texts.
-        seeds: How many draws of random features.
+        magnitude: A value counts from this magnitude on.
+        layers: The least share of recorded layers with such a value; one value makes a layer count.
+        positions: The least share of token positions with such a value, whatever the layer.
     """
 
-    base_url: str
-    texts: Path | None = None
-    most: int = 100
-    seeds: int = 5
+    magnitude: float = 6.0
+    layers: float = 0.25
+    positions: float = 0.06
+
+
+class _Counts:
+    """What was counted so far, of points that have the same features.
+
+    Attributes:
+        largest: The largest magnitude that counts, 0 where there is none, float64 `[points, features]`.
+        row: The number of the first row that has it, int64 `[points, features]`.
+        positions: Rows with one at any point, each once, int64 `[features]`.
+        rows: All rows that count.
+    """
+
+    def __init__(self, points: int, width: int) -> None:
+        self.largest, self.row = np.zeros((points, width)), np.full((points, width), -1)
+        self.positions, self.rows = np.zeros(width, dtype=np.int64), 0
+
+    def add(self, values: Sequence[torch.Tensor], rows: np.ndarray, magnitude: float) -> None:
+        """Count values of each point, `[rows, features]`, of rows by their numbers; those not finite are left out."""
+        finite = torch.stack([_largest(of, 1).isfinite() for of in values]).all(0)
+        if not finite.all():
+            values, rows = [of[finite] for of in values], rows[finite.numpy()]
+        if not len(rows):
+            return
+        self.rows += len(rows)
+        counts = np.zeros((len(rows), len(self.positions)), dtype=bool)
+        for point, of in enumerate(values):
+            columns = np.flatnonzero((_largest(of, 0) >= magnitude).numpy())
+            magnitudes = of[:, columns].double().abs().numpy()
+            counts[:, columns] |= magnitudes >= magnitude
+            row, top = magnitudes.argmax(axis=0), magnitudes.max(axis=0, initial=0)
+            better = top > self.largest[point, columns]
+            self.largest[point, columns[better]], self.row[point, columns[better]] = top[better], rows[row[better]]
+        self.positions += counts.sum(axis=0)
 
 
 def census(
-    source: str | os.PathLike[str],
-    session: str,
-    out: Path,
-    *,
-    points: Sequence[str] | None = None,
-    massive_points: Sequence[str] | None = None,
-    rule: features.Rule = features.Rule(),  # noqa: B008
-    massive_rule: massive.Rule = massive.Rule(),  # noqa: B008
-    ablation: Ablation | None = None,
+    source: str | os.PathLike[str], session: str, points: Sequence[str] | None = None, rule: Rule | None = None
 ) -> Record:
-    """Look through all rows of a session and write what is found, in memory of a batch and of points times features.
+    """Look through all rows of a session, in memory of a batch and of points times features.
 
     Args:
         source: The store's directory.
         session: Which session.
-        out: The directory to write outliers.json and report.html to.
         points: Names, in which `*` is any layer; without them the inputs of attention's and the MLP's first
             projections.
-        massive_points: The same of the residual stream; without them the outputs of layers, where there are any.
-        rule: When a feature is an outlier.
-        massive_rule: When a value is a massive activation.
-        ablation: Whether to measure what zeroing the outliers costs.
+        rule: When a feature is an outlier; without it the one of LLM.int8().
 
     Returns:
         What outliers.json holds; docs/outliers.md describes it.
@@ -67,103 +100,119 @@ def census(
         EvalError: The session lacks points, its runs do not fit together, or no row is finite.
         ValueError: As `index_rows` says.
         FileNotFoundError: There is no such store or session.
-        RequestFailed: The server refused, or did not answer.
     """
-    stored = Stored(source, session, INPUTS if points is None else points)
-    counts = _counted(features.count(stored, rule.magnitude), "--points")
-    found: Record = {
+    rule = rule or Rule()
+    model, layer_of, left_out = _points(source, session, points)
+    names, of_point = list(layer_of), np.array(list(layer_of.values()))
+    layers = np.unique(of_point)
+    index = index_rows(source, names, session=session)
+    widths = {name: math.prod(index.columns[name].shape) for name in names}
+    if len(set(widths.values())) > 1:
+        listed = some([f"{name} {width}" for name, width in widths.items()])
+        raise EvalError(f"--points: all points need the same width; these have {listed}")
+    counts, reader = _Counts(len(names), widths[names[0]]), RowReader(index)
+    step = max(1, BATCH_BYTES // index.row_bytes)
+    for first in range(0, len(index), step):
+        rows = np.arange(first, min(first + step, len(index)))
+        values = reader.take(rows).points
+        counts.add([values[name].flatten(1) for name in names], rows, rule.magnitude)
+    if not counts.rows:
+        raise EvalError(
+            f"--points: none of {len(index)} rows is finite at all {len(names)} of {some(names)}: choose others"
+        )
+    by_layer = np.stack([counts.largest[of_point == layer].max(axis=0) for layer in layers])  # [layers, features]
+    shares = (by_layer > 0).mean(axis=0), counts.positions / counts.rows
+    often = np.flatnonzero(counts.positions)
+    often = often[np.lexsort((often, -by_layer.max(axis=0)[often], -counts.positions[often]))]
+    found = [
+        {
+            "feature": feature,
+            "layers": layers[by_layer[:, feature] > 0].tolist(),
+            "positions": float(shares[1][feature]),
+            "largest": float(by_layer[:, feature].max()),
+            "where": _where(index, reader, names, counts, feature),
+        }
+        for feature in often.tolist()
+        if shares[0][feature] >= rule.layers and shares[1][feature] >= rule.positions
+    ]
+    shown = np.sort(often[:MOST_SHOWN])
+    return {
         "session": session,
-        "model": stored.model,
-        **_about(counts),
+        "model": model,
+        "points": names,
+        "layers": layers.tolist(),
+        "width": len(counts.positions),
+        "runs": len(index.runs),
+        "runs_left_out": left_out,
+        "tokens": counts.rows,
+        "tokens_not_finite": len(index) - counts.rows,
         "thresholds": rule._asdict(),
-        "features": counts.records(features.outliers(counts, rule)),
-        "map": _map(counts),
-        "massive": _massive(source, session, RESIDUAL if massive_points is None else massive_points, massive_rule),
-    } | dict.fromkeys(("ablation", "ablation_why_not"))
-    add_tokens(source, session, [one["where"] for of in (found, found["massive"]) for one in of["features"]])
-    write(out, found)  # also where no server answers
-    if ablation:
-        found |= _ablated(source, session, stored, sorted(one["feature"] for one in found["features"]), ablation)
-        write(out, found)
+        "features": found,
+        "map": {
+            "of": len(often),
+            "features": shown.tolist(),
+            "largest": [[value or None for value in row] for row in by_layer[:, shown].tolist()],
+        },
+    }
+
+
+def _largest(values: torch.Tensor, axis: int) -> torch.Tensor:
+    """The largest magnitude along an axis, float64; not finite where one is not. Two reductions and no copy."""
+    return torch.maximum(values.amax(axis), -values.amin(axis)).double()
+
+
+def _points(
+    source: str | os.PathLike[str], session: str, points: Sequence[str] | None
+) -> tuple[str, dict[str, int], int]:
+    """The model, the layers of the points that are meant, ascending, and how many runs did not record all of them."""
+    groups = by_schema(segments(source, session))
+    facts = [segment_facts(schema) for schema, _ in groups]
+    if len(models := sorted({each.model for each in facts})) > 1:
+        raise EvalError(f"--session {session}: it has runs of {', '.join(models)}; choose runs of one model")
+    modules = {  # attention patterns have no features
+        name: each.modules.get(name, name)
+        for each, (schema, _) in zip(facts, groups, strict=True)
+        for name, kind in point_types(schema).items()
+        if None not in kind.shape
+    }
+    chosen = _chosen(modules, points, session, facts[0].layers if facts else None)
+    layers = dict[str, int]()
+    for name in chosen:
+        if not (match := LAYER.search(name) or LAYER.search(modules[name])):
+            raise EvalError(f"--points: {name} belongs to no layer")
+        layers[name] = int(match[1])
+    lacking = [files for schema, files in groups if not chosen <= point_types(schema).keys()]
+    if len(lacking) == len(groups):
+        raise EvalError(f"--points: no run recorded all {len(chosen)} of {some(sorted(chosen))}: choose some")
+    left_out = sum(1 for files in lacking for file in files for _ in whole_runs(file))
+    return models[0], {name: layers[name] for name in sorted(chosen, key=lambda name: (layers[name], name))}, left_out
+
+
+def _chosen(modules: Mapping[str, str], points: Sequence[str] | None, session: str, layers: int | None) -> set[str]:
+    """The points that are meant, of those by whose names `modules` has their modules' paths."""
+    if points is not None:
+        try:
+            return {name for pattern in points for name in recorded([pattern], modules, layers)}
+        except ValueError as error:
+            raise EvalError(f"--points, session {session}: {error}") from error
+    found = {name for name, module in modules.items() if INPUTS.fullmatch(name) or INPUTS.fullmatch(module)}
+    if not found:
+        usual = "none of the inputs of projections (docs/outliers.md says how to record them)"
+        raise EvalError(f"--session {session}: it recorded {usual}; there is {some(modules)}: name some by --points")
     return found
 
 
-def _ablated(
-    source: str | os.PathLike[str], session: str, stored: Stored, outliers: list[int], ablation: Ablation
-) -> Record:
-    if not outliers:
-        return {"ablation_why_not": "there is no outlier to set to zero"}
-    prompts = _prompts(source, session, ablation)
-    points, width, model = stored.points, stored.width, stored.model
-    check_points(ablation.base_url, model, points, width)
-    return {"ablation": ablate(ablation.base_url, model, prompts, points, outliers, width, seeds=ablation.seeds)}
-
-
-def _massive(
-    source: str | os.PathLike[str], session: str, points: re.Pattern[str] | Sequence[str], rule: massive.Rule
-) -> Record:
-    option = "--massive-points"
-    try:
-        counts = _counted(massive.count(Stored(source, session, points, option), rule), option)
-    except EvalError as error:
-        if not isinstance(points, re.Pattern):
-            raise
-        return {"why_not": str(error), "thresholds": rule._asdict(), "features": []}
-
-    def median(point: int, feature: int) -> Record:
-        return {"median": float(counts.beside[point, feature])}
-
-    of = np.flatnonzero(counts.positions)
-    return {
-        "why_not": None,
-        **_about(counts),
-        "thresholds": rule._asdict(),
-        "features": counts.records(of, median),
-        "map": _map(counts),
-    }
-
-
-def _counted(counts: Counts, option: str) -> Counts:
-    if not counts.rows:
-        points = counts.stored.points
-        many = f"{counts.not_finite} rows is finite at all {len(points)} of {some(points)}"
-        raise EvalError(f"{option}: none of {many}: choose others")
-    return counts
-
-
-def _about(counts: Counts) -> Record:
-    stored = counts.stored
-    return {
-        "points": stored.points,
-        "layers": counts.layers.tolist(),
-        "width": stored.width,
-        "runs": len(stored.index.runs),
-        "runs_left_out": stored.left_out,
-        "tokens": counts.rows,
-        "tokens_not_finite": counts.not_finite,
-    }
-
-
-def _map(counts: Counts) -> Record:
-    """The largest magnitude by layer and feature, of the features with large values at the most positions.
-
-    `largest` is None where no value counted; `of` says how many features have one that did.
-    """
-    by_layer, there = counts.largest_by_layer(), np.flatnonzero(counts.positions)
-    shown = np.sort(there[np.argsort(-counts.positions[there], kind="stable")][:MOST_SHOWN])
-    return {
-        "of": len(there),
-        "features": shown.tolist(),
-        "positions": (counts.positions[shown] / counts.rows).tolist(),
-        "layers": (by_layer[:, shown] > 0).sum(axis=0).tolist(),
-        "largest": [[value or None for value in row] for row in by_layer[:, shown].tolist()],
-    }
-
-
-def _prompts(source: str | os.PathLike[str], session: str, ablation: Ablation) -> list[Any]:
-    if ablation.texts:
-        return read_prompts(ablation.texts, ablation.most)
-    prompts, without = stored_prompts(source, session, ablation.most, seed=0)
-    if not prompts:
-        raise EvalError(f"--ablate: none of {without} runs has its text and all of its tokens stored: give --texts")
-    return prompts
+def _where(index: RowIndex, reader: RowReader, names: Sequence[str], counts: _Counts, feature: int) -> Record:
+    """Where a feature's largest value is, with its token's text, None where that was not stored."""
+    point = int(counts.largest[:, feature].argmax())
+    row = counts.row[point, [feature]]
+    read, block = reader.take(row), int(index.starts.searchsorted(row[0], side="right")) - 1
+    run = load(index.paths[index.file[block]], index.runs[int(read.run[0])].run_id, [names[point]])
+    position, token = int(read.position[0]), None
+    text, offsets = run.facts.text, run.text_offsets
+    if text is not None and offsets is not None:
+        begins = dict(zip(run.positions.tolist(), offsets.tolist(), strict=True))
+        end = len(text) if position + 1 == run.facts.tokens else begins.get(position + 1)
+        token = None if end is None else text[begins[position] : end]
+    found = {"point": names[point], "run_id": run.facts.run_id, "position": position}
+    return found | {"token_id": int(read.token_id[0]), "token": token}

@@ -1,7 +1,7 @@
 """Linear probes on stored activations: `python -m evals.probes`, or `evals.probes.sweep(...)`.
 
-`inputs/` chooses stored runs and reads their rows, `fitting/` trains probes and their controls, `outputs/` writes the
-results, and `pipeline.py` puts them together.
+`examples` chooses stored runs, `fits` trains probes on their rows, `headline` and `baselines` measure them, and
+`pipeline` puts them together.
 """
 
 from __future__ import annotations

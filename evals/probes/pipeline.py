@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
+from safetensors.torch import save_file
+from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from evals.probes.fitting import baselines
-from evals.probes.fitting.fitting import FitJob, Outcome, probe_point
-from evals.probes.fitting.folds import permuted, split
-from evals.probes.fitting.headline import choose
-from evals.probes.fitting.selectivity import control_task, selectivity
-from evals.probes.fitting.transfer import transferred
-from evals.probes.inputs.data import load
-from evals.probes.outputs import report_page, sweep_files
-from evals.probes.outputs.document import document
+from evals.probes import baselines, report_page
+from evals.probes.document import document
+from evals.probes.examples import load
+from evals.probes.fits import FitJob, Outcome, probe_point
+from evals.probes.folds import permuted, split
+from evals.probes.headline import Headline, choose, selectivity, transferred
 from evals.probes.sweep_options import Options
+from evals.results.results import write_json
 
-_SMALL = 1 << 23  # bytes of a point's rows up to which points are probed side by side, each by one thread
+_SMALL = 1 << 26  # bytes of a point's rows up to which points are probed side by side, each by one thread
 
 
 class Result(NamedTuple):
-    """What a sweep found and writes.
+    """What a sweep found and writes."""
 
-    Attributes:
-        document: `probes.json`: the headline and the rows among it.
-        scores: Each example's held-out probability, as `scores.parquet` has it.
-        tensors: The probe file's tensors.
-        out: The directory; None where nothing was written.
-    """
-
-    document: dict[str, Any]
-    scores: pa.Table
-    tensors: dict[str, torch.Tensor]
-    out: Path | None
+    document: dict[str, Any]  # `probes.json`: the headline, the rows and the scores among it
+    tensors: dict[str, torch.Tensor]  # the probe file's tensors
+    out: Path | None  # the directory; None where nothing was written
 
     @property
     def headline(self) -> dict[str, Any]:
@@ -73,59 +64,67 @@ def sweep(**options: Any) -> Result:
     data, tests = load(given)
     folds = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
     shuffled = permuted(data.positive, data.groups, data.names, given.permutations, given.seed)
-    penalties, ranges = 1 / np.array(sorted(set(given.c))), data.examples.ranges
-    job = FitJob(data.examples.index, ranges, data.positive, folds, shuffled, tuple(given.methods), penalties)
-    task = control_task(given, data)
-    with _threads(job):
-        outcomes = _probe(job, data.examples.points, given.ray)
-        headline = choose(job, outcomes, task.labels)
-        texts = {name: baselines.text(job, data.examples.runs, name) for name in ranges}
-        lengths = {name: baselines.length(job, data.examples.runs, name) for name in ranges}
+    c = tuple(sorted(set(given.c)))
+    job = FitJob(data.index, data.ranges, data.positive, folds, shuffled, tuple(given.methods), c)
+    outcomes = _probe(job, data.points)
+    headline = choose(job, outcomes)
+    texts, lengths = (
+        {name: of(job, data.runs, name) for name in data.ranges} for of in (baselines.text, baselines.length)
+    )
     found = document(given, data, job, outcomes, headline, texts, lengths)
-    found["headline"] |= selectivity(job, headline, task, found["headline"]["reasons"])
+    if given.group_column is None:
+        types = np.array([run.at[given.choices[0].name].token_id for run in data.runs])
+        task = selectivity(job, headline, types, given.seed)
+        found["headline"]["reasons"] |= task.pop("reasons", {})
+        found["headline"] |= task
     found["transfer"] = [transferred(given, data, headline, test) for test in tests]
     found["seconds"] = round(time.monotonic() - started, 3)
-    scores = sweep_files.scores(data.examples, data.positive, folds.of, headline)
-    tensors = sweep_files.tensors(headline)
+    tensors = _tensors(headline)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        sweep_files.write(given.out, found, scores, tensors, sweep_files.metadata(given.probe_name, found))
-        report_page.write(given.out, found, data.examples, job, headline)
-    return Result(found, scores, tensors, given.out)
+        write_json(given.out / "probes.json", found)
+        save_file(tensors, part := given.out / f"{given.probe_name}.safetensors.part", _metadata(given, found))
+        part.replace(part.with_suffix(""))
+        report_page.write(given.out, found, data)
+    return Result(found, tensors, given.out)
 
 
-def _probe(job: FitJob, points: Sequence[str], ray: str | None) -> list[Outcome]:
-    """Every point's outcomes, in order."""
-    if ray is not None:
-        from evals.probes.fitting.by_ray import probe_points
-
-        found = probe_points(job, points, ray)
-    else:
-        found = _probe_here(job, points)
-    shown = tqdm(found, total=len(points), desc="points", unit="point", mininterval=0.1 if sys.stderr.isatty() else 10)
-    return [outcome for outcomes in shown for outcome in outcomes]
-
-
-def _probe_here(job: FitJob, points: Sequence[str]) -> Iterator[list[Outcome]]:
-    """Small points side by side, large ones one at a time."""
-    if not _small(job):
-        yield from (probe_point(job, point) for point in points)
-        return
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from pool.map(lambda point: probe_point(job, point), points)
+def _probe(job: FitJob, points: Sequence[str]) -> list[Outcome]:
+    """Every point's outcomes, in order: small points side by side, large ones one at a time, which need the memory."""
+    small = len(job.positive) * max(column.width for column in job.index.columns.values()) <= _SMALL
+    workers = len(os.sched_getaffinity(0)) if small else 1
+    with threadpool_limits(1 if small else None), ThreadPoolExecutor(workers) as pool:
+        found = pool.map(lambda point: probe_point(job, point), points)
+        interval = 0.1 if sys.stderr.isatty() else 10
+        shown = tqdm(found, total=len(points), desc="points", unit="point", mininterval=interval)
+        return [outcome for outcomes in shown for outcome in outcomes]
 
 
-def _small(job: FitJob) -> bool:
-    """Whether a point's matrices are too small for several threads."""
-    return len(job.positive) * max(column.width for column in job.index.columns.values()) < _SMALL
+def _tensors(headline: Headline) -> dict[str, torch.Tensor]:
+    """The probe file's tensors: `weight [1, hidden]`, `bias [1]`, `mean`, `std [hidden]`, `slope`, `offset [1]`."""
+    probe, (slope, offset) = headline.probe, headline.calibration
+    found = {"weight": probe.weight[None], "bias": [probe.bias], "mean": probe.mean, "std": probe.std}
+    return {
+        name: torch.from_numpy(np.array(value, dtype=np.float32))
+        for name, value in (found | {"slope": [slope], "offset": [offset]}).items()
+    }
 
 
-@contextmanager
-def _threads(job: FitJob) -> Iterator[None]:
-    """One thread of torch for small points, which several make slower."""
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1 if _small(job) else threads)
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def _metadata(given: Options, document: dict[str, Any]) -> dict[str, str]:
+    """The probe file's metadata."""
+    headline = document["headline"]
+    return {
+        "name": given.probe_name,
+        "model": document["model"],
+        "point": headline["point"],
+        "kind": "linear",
+        "activation": "sigmoid",
+        "labels": json.dumps([document["positive"]]),
+        "tokens": headline["tokens"],
+        "method": headline["method"],
+        "description": (
+            f"{document['label']} = {document['positive']} of session {document['session']}: AUROC "
+            f"{headline['auroc']:.3f} in nested cross-validation, {headline['n']} examples in "
+            f"{headline['groups']} groups"
+        ),
+    }

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals.auroc import auroc, interval, resampled
+from evals.auroc import area, interval
 from evals.task.trajectory import Sample
 
-BOOTSTRAP = 1000
 SCORES = ("mean", "last")  # of a sample: over the generated tokens of all turns, and at the very last of them
 
 
@@ -105,17 +104,14 @@ def _areas(scored: list[_Scored], place: int) -> dict[str, Any]:
 
 
 def _area(scores: np.ndarray, correct: np.ndarray, problems: np.ndarray) -> dict[str, Any]:
-    """AUROC against the outcome, with a bootstrap over problems; `why_not` says why a part of it is None."""
+    """AUROC against the outcome, with an interval of problems; `why_not` says why a part of it is None."""
     finite = np.isfinite(scores)
     scores, correct, problems = scores[finite], correct[finite], problems[finite]
     found = {"samples": len(scores), "correct": int(correct.sum()), "auroc": None, "ci95": None, "why_not": None}
     if not len(scores):
         return found | {"why_not": "no sample has a value"}
-    area, pairs = auroc(scores, correct)
-    if not pairs:
-        return found | {"why_not": "no answer is right" if not correct.any() else "every answer is right"}
-    one = np.zeros(len(scores))
-    samples = resampled(scores[None], correct, one, problems, BOOTSTRAP, 0)[0]
-    bounds = interval(float(area), samples, len(np.unique(problems)))
-    ci95 = None if bounds.reason else [bounds.low, bounds.high]
-    return found | {"auroc": float(area), "ci95": ci95, "why_not": bounds.reason}
+    if correct.all() or not correct.any():
+        return found | {"why_not": "every answer is right" if correct.all() else "no answer is right"}
+    own = area(scores, correct, problems)
+    low, high, reason = interval(own)
+    return found | {"auroc": own.value, "ci95": None if reason else [low, high], "why_not": reason}

@@ -60,7 +60,7 @@ def test_the_notebook_finds_with_smollm2_what_it_says(smollm2: Path, served: Ser
         link.unlink()
     assert len({line[3:] for line in _steered(printed)}) == 6, "each scale has its own answer"
     found = json.loads((tmp_path / "results" / "truth" / "probes.json").read_text())
-    assert found["headline"]["auroc_low"] > found["headline"]["control"]["auroc"]["high"]
+    assert found["headline"]["auroc_low"] > found["headline"]["control_high"]
 
 
 def _code() -> list[str]:

@@ -1,4 +1,3 @@
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -10,8 +9,6 @@ from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
-
-sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; `scoring_server` stands beside this file
 
 
 def _record(store: Path, runs: Mapping[str, Mapping[str, torch.Tensor]], *, model: str = "model", **facts: str) -> None:

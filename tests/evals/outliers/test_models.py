@@ -13,8 +13,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.request import Request
 from deployments.model.model import Model
 from deployments.points.capture import Capture
-from evals.outliers import features
-from evals.outliers.stored import INPUTS, Stored
+from evals.outliers.census import census
 
 SIZES = {
     "hidden_size": 32,
@@ -48,7 +47,6 @@ def test_the_census_finds_what_experts_read(tmp_path: Path, record: Callable[...
     (done,) = Engine(model).generate([Request("0", ids, max_tokens=0, capture=capture, points=points)])
     assert done.captured
     record(tmp_path, {"run-0": done.captured.values})
-    stored = Stored(tmp_path, "s", INPUTS)
-    assert (len(stored.points), stored.width) == (3, 32)
-    counts = features.count(stored, 6.0)
-    assert (counts.rows, features.outliers(counts, features.Rule()).tolist()) == (len(ids), [7])
+    found = census(tmp_path, "s")
+    assert (len(found["points"]), found["width"], found["tokens"]) == (3, 32, len(ids))
+    assert [one["feature"] for one in found["features"]] == [7]

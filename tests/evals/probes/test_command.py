@@ -18,7 +18,7 @@ from evals.config import EvalError
 from evals.labels.table import labelled
 from evals.probes import sweep
 from evals.probes.__main__ import main
-from evals.probes.inputs.labels import RunLabels, from_file
+from evals.probes.labels import RunLabels, from_file
 
 HOSTILE = "<script>alert(1)</script>"
 Change = Callable[[list[Made]], object]
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(directory: Path, out: Path, **changed: str | None) -> list[str]:
     given = {"session": "here", "group": "group", "store": str(directory), "out": str(out), "methods": "ridge"}
-    given |= {"resamples": "100", "permutations": "3"}
+    given |= {"permutations": "3"}
     for name, value in changed.items():
         given[name.replace("_", "-")] = value  # type: ignore[assignment]
     return [part for name, value in given.items() if value is not None for part in (f"--{name}", value)]
@@ -50,34 +50,10 @@ def test_the_command_says_the_headline_and_writes_a_page_that_needs_nothing_else
     assert shown[-1] == str(tmp_path / "out" / "report.html")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<script" not in page
-    assert page.count("&lt;script&gt;alert(1)") == 12  # four examples of each kind
+    assert "It is &lt;script&gt;alert(1)" in page
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import""", page)
-    for section in ("Headline", "Sweep", "ROC", "Calibration", "Most certain, and right", "Least certain"):
+    for section in ("Headline", "Sweep", "Most certain, and wrong", "permuted labels, 5% to 95%"):
         assert section in page
-    colours = re.findall(r'<span title="(\d\.\d+)" style="background: color-mix\(in srgb, var\(--(\w+)\)', page)
-    assert len(colours) == 36  # each token whose row is stored
-    assert all((float(chance) > 0.5) == (colour == "correct") for chance, colour in colours if chance != "0.500")
-
-
-def test_a_page_of_runs_with_one_row_shows_the_text_before_it(directory: Path, tmp_path: Path) -> None:
-    made = statements(groups=20)
-    for one in made:
-        one.words = ("All of this", " comes", " before the row")
-    store(directory, "one-row", made)
-    sweep(session="one-row", group="group", store=directory, out=tmp_path, methods=["difference"], resamples=100)
-    page = (tmp_path / "report.html").read_text()
-    assert page.count('<p class="tokens">All of this comes<span') == 12
-
-
-def test_a_page_colours_no_text_after_the_token_whose_row_is_stored(tmp_path: Path) -> None:
-    made = statements(groups=20)
-    for one in made:
-        one.words, one.first = ("All", " of", " this", " came", " later"), 2
-    store(tmp_path, "cut", made)
-    sweep(session="cut", group="group", store=tmp_path, out=tmp_path, methods=["difference"], resamples=100)
-    page = (tmp_path / "report.html").read_text()
-    assert len(re.findall(r'<p class="tokens">All of<span[^>]*>\[2\]</span></p>', page)) == 12
-    assert " came" not in page
 
 
 BAD: dict[str, tuple[Change, dict[str, str | None], str]] = {
@@ -157,7 +133,7 @@ def test_runs_that_lack_something_are_left_out_on_request(tmp_path: Path) -> Non
     for one in made[:7]:
         del one.tags["label"]
     store(tmp_path, "here", made)
-    found = sweep(session="here", group="group", store=tmp_path, skip_missing=True, methods=["ridge"], resamples=100)
+    found = sweep(session="here", group="group", store=tmp_path, skip_missing=True, methods=["ridge"])
     assert found.headline["n"] == 73
     assert found.document["left_out"] == {"have no label": 7}
 
@@ -171,12 +147,10 @@ def test_labels_that_come_later_join_by_run_or_sample(directory: Path, tmp_path:
     file = tmp_path / f"labels.{kind}"
     lines = [",".join(rows[0])] + [f"{row[key]},{str(row['mine']).lower()}" for row in rows]
     file.write_text("\n".join(lines if kind == "csv" else map(json.dumps, rows)))
-    found = sweep(
-        session="here", labels=file, label="mine", group="group", store=directory, methods=["ridge"], resamples=100
-    )
+    found = sweep(session="here", labels=file, label="mine", group="group", store=directory, methods=["ridge"])
     assert found.document["positive"] == "true"
-    assert dict(zip(found.scores["run_id"].to_pylist(), found.scores["positive"].to_pylist(), strict=True)) == {
-        f"run-{i // 4}-{i % 4}": i % 4 < 2 for i in range(80)
+    assert {one["run_id"]: one["label"] for one in found.document["scores"]} == {
+        f"run-{i // 4}-{i % 4}": "true" if i % 4 < 2 else "false" for i in range(80)
     }
 
 
@@ -184,12 +158,6 @@ LABELS: dict[str, tuple[str, str, dict[str, str | None], str]] = {
     "a row without a label": ("jsonl", '{"id": "s0-1"}\n{"id": "s0-0", "label": true}', {}, "have no label (as run-"),
     "no column": ("jsonl", '{"id": "s0-1"}\n{"mine": true}', {}, "no column 'label'; there is id, mine"),
     "a cell too many": ("csv", "id,mine\ns0-1,true,oh", {}, "no column 'label'; there is id, mine"),
-    "rows without a run": (
-        "csv",
-        "\n".join(["id,label", *(f"s{i // 4}-{i % 4},{i % 2}" for i in range(84)), ",1"]),
-        {},
-        "--labels: 5 rows of labels have no stored run (as row 85, without id); use --skip-missing to skip such rows",
-    ),
     "no span": (
         "csv",
         'id,label,span.a\ns0-1,true,"[3, x]"',
@@ -220,10 +188,10 @@ def test_rows_of_labels_without_a_run_are_counted_and_those_of_a_test_session_ha
     file = tmp_path / "labels.csv"
     rows = [f"{one.run_id},{one.tags['label']}" for one in (*made, *others)]
     given: dict[str, Any] = {"session": "here", "labels": file, "group": "group", "store": tmp_path}
-    given |= {"methods": ["difference"], "resamples": 100, "permutations": 0, "points": ["layers.1.output"]}
+    given |= {"methods": ["difference"], "permutations": 0, "points": ["layers.1.output"]}
     file.write_text("\n".join(["run_id,label", *rows]))
     assert sweep(**given, test_sessions=["there"]).document["left_out"] == {}
-    found = sweep(**given, skip_missing=True)
+    found = sweep(**given)
     assert found.document["left_out"] == {"are rows of labels without a stored run": 80}
 
 
@@ -238,13 +206,14 @@ def test_spans_of_a_csv_file_are_read_as_positions(tmp_path: Path) -> None:
 def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path) -> None:
     results = make_results(tmp_path / "results", 30, activations=says(tmp_path / "store", "evaluated"))
     record(tmp_path / "store", results)
-    fast: dict[str, Any] = {"results": results, "points": [POINT], "methods": ["ridge"], "resamples": 100}
+    fast: dict[str, Any] = {"results": results, "points": [POINT], "methods": ["ridge"]}
     found = sweep(label="correct", tokens=["mean"], **fast)
     table = {row["run_id"]: row for row in labelled(results).to_pylist()}
     assert found.document["group"] == "problem"
-    assert set(found.scores["run_id"].to_pylist()) == set(table)  # earlier turns and failed samples are no examples
-    for row in found.scores.to_pylist():
-        assert (row["group"], row["positive"]) == (table[row["run_id"]]["problem"], table[row["run_id"]]["correct"])
+    scored = {row["run_id"]: (row["group"], row["label"]) for row in found.document["scores"]}
+    assert scored == {  # earlier turns and failed samples are no examples
+        run: (row["problem"], "true" if row["correct"] else "false") for run, row in table.items()
+    }
     spans = sweep(label="correct", tokens=["span:answer"], skip_missing=True, **fast)
     assert spans.headline["n"] == sum(row["span.answer"] is not None for row in table.values())
     with pytest.raises(EvalError, match="no column 'right'"):
@@ -255,7 +224,7 @@ def test_results_from_another_machine_are_probed_on_a_copy_of_their_store(tmp_pa
     results = make_results(tmp_path / "results", 30, activations=says(tmp_path / "store", "evaluated"))
     record(tmp_path / "store", results)
     (tmp_path / "store").rename(tmp_path / "copy")
-    fast: dict[str, Any] = {"results": results, "points": [POINT], "methods": ["ridge"], "resamples": 100}
+    fast: dict[str, Any] = {"results": results, "points": [POINT], "methods": ["ridge"]}
     with pytest.raises(EvalError, match="cannot be read from this machine: use --transfer-activations"):
         sweep(label="correct", tokens=["mean"], **fast)
     assert sweep(label="correct", tokens=["mean"], store=tmp_path / "copy", **fast).headline["n"] > 0

@@ -39,7 +39,7 @@ def asked(headers: dict[str, str], keys: Keys = NO_KEYS, path: str = "/v1/models
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": raw}
-    limited = Options(max_tensor_file_bytes=2000, **options)
+    limited = Options(max_client_store_bytes=32_000, **options)
     asyncio.run(Limits(Guard(answers, limited, keys), limited)(scope, receive, send))
     return said[0]["status"], json.loads(said[1]["body"])["error"]["code"]
 

@@ -56,7 +56,7 @@ def test_of_a_tool_loop_the_last_turn_counts_in_each_epoch(logs: dict[str, Path]
 
 def test_a_probe_is_trained_from_a_log(logs: dict[str, Path], tmp_path: Path) -> None:
     options = ["--inspect", str(logs["sums"]), "--label", "few_boxes", "--methods", "ridge", "--folds", "3"]
-    options += ["--resamples", "100", "--permutations", "3", "--out", str(tmp_path / "probe")]
+    options += ["--permutations", "3", "--out", str(tmp_path / "probe")]
     assert probes([*options, "--points", "layers.2.output", "--tokens", "mean"]) == 0
     headline = json.loads((tmp_path / "probe" / "probes.json").read_text())["headline"]
     assert headline["n"] == headline["groups"] == 16

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,79 +18,112 @@ from deployments.activations.reader.selection import Wanted, by_schema, select
 from deployments.activations.reader.sources import segments
 from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import WholeRun
+from deployments.options import home
 from deployments.points.names import recorded
 from evals.config import EvalError
-from evals.probes.inputs.labels import RunLabels, Source
-from evals.probes.inputs.token_columns import TokenColumn
+from evals.probes.labels import NAMED, RunLabels, Source, classes, from_evaluation, from_file, from_tags
+from evals.probes.sweep_options import Options
+from evals.probes.token_columns import TokenColumn
 
 
 class Example(NamedTuple):
-    """One run.
+    """One run."""
 
-    Attributes:
-        run_id: The run.
-        sample_id: Its sample.
-        label: Its label.
-        group: Its group; its own id without groups.
-        text: Prompt and generated text; None where it was not stored.
-        at: By choice of tokens, which of the run's stored rows it means.
-        file: Where it is stored.
-        offset: Where in the file.
-    """
-
-    run_id: str
-    sample_id: str | None
-    label: str
-    group: str
-    text: str | None
-    at: dict[str, RowPlace]
-    file: Path
-    offset: int
+    run_id: str  # the run
+    sample_id: str | None  # its sample
+    label: str  # its label
+    group: str  # its group; its own id without groups
+    text: str | None  # prompt and generated text; None where it was not stored
+    at: dict[str, RowPlace]  # by choice of tokens, which of the run's stored rows it means
 
 
 class RowPlace(NamedTuple):
-    """A run's stored rows `[first, end)`, and the text and tokens up to the last of them.
+    """A run's stored rows `[first, end)`, and the text and tokens up to the last of them."""
 
-    Attributes:
-        first: The first row.
-        end: The row after the last.
-        characters: Characters of the run's text up to the end of the last row's token.
-        tokens: Tokens up to and with that one.
-        token_id: That token.
-        cut: Whether `characters` are without that token's, since where it ends was not stored.
-    """
-
-    first: int
-    end: int
-    characters: int
-    tokens: int
-    token_id: int
-    cut: bool
+    first: int  # the first row
+    end: int  # the row after the last
+    characters: int  # characters of the run's text up to the end of the last row's token
+    tokens: int  # tokens up to and with that one
+    token_id: int  # that token
+    cut: bool  # whether `characters` are without that token's, since where it ends was not stored
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """All examples of a session in one order.
-
-    Attributes:
-        session: The session.
-        model: The model's id.
-        revision: Its revision, where one was asked for.
-        points: Names of points, by site and layer.
-        runs: The examples, `[n]`.
-        ranges: By choice of tokens, each example's rows of `index`, `[n, 2]`.
-        index: Where the rows lie.
-        left_out: How many runs were left out, by reason.
-    """
+    """All examples of a session in one order, `n` of them."""
 
     session: str
     model: str
-    revision: str | None
-    points: list[str]
-    runs: list[Example]
-    ranges: dict[str, np.ndarray]
-    index: RowIndex
-    left_out: dict[str, int]
+    revision: str | None  # the model's, where one was asked for
+    points: list[str]  # by site and layer
+    runs: list[Example]  # `[n]`
+    ranges: dict[str, np.ndarray]  # by choice of tokens, each example's rows of `index`, `[n, 2]`
+    index: RowIndex  # where the rows lie
+    left_out: dict[str, int]  # how many runs were left out, by reason
+    unused: set[str]  # names of rows of labels that have no stored run in the session
+    label: str  # the label of the positive class
+    positive: np.ndarray  # each example's class, bool `[n]`
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """Each example's group by number, `[n]`."""
+        return np.unique([run.group for run in self.runs], return_inverse=True)[1]
+
+    @property
+    def group_count(self) -> int:
+        """How many groups there are."""
+        return len(np.unique(self.groups))
+
+    @property
+    def names(self) -> np.ndarray:
+        """The examples' run ids, `[n]`."""
+        return np.array([run.run_id for run in self.runs])
+
+
+def load(given: Options) -> tuple[Examples, list[Examples]]:
+    """The examples that are probed, and those of each test session at the same points.
+
+    Raises:
+        EvalError: The stored runs or their labels do not allow it.
+        OSError: The disk refuses.
+    """
+    data = _load(given, given.session or "", given.positive, given.points)
+    tests = [_load_test(given, session, data) for session in given.test_sessions]
+    if unused := data.unused.intersection(*(test.unused for test in tests)):
+        data.left_out["are rows of labels without a stored run"] = len(unused)
+    return data, tests
+
+
+def _load_test(given: Options, session: str, data: Examples) -> Examples:
+    test = _load(given, session, data.label, data.points)
+    if (model := _model(test)) != (own := _model(data)):
+        raise EvalError(f"--test-session {session}: its runs are of the model {model}, the probe is of {own}")
+    known = {run.label for run in data.runs}
+    if given.positive is None and (other := Counter(run.label for run in test.runs if run.label not in known)):
+        listed = ", ".join(f"{value!r} ({count})" for value, count in other.most_common(NAMED))
+        raise EvalError(
+            f"--test-session {session}: it has labels that {data.session} does not have, {listed}: "
+            "choose one label with --positive; all others are then the negative class"
+        )
+    return test
+
+
+def _model(data: Examples) -> str:
+    return data.model + (f" ({data.revision})" if data.revision else "")
+
+
+def _load(given: Options, session: str, positive: str | None, points: Sequence[str]) -> Examples:
+    choices = given.choices
+    spans = [choice.label for choice in choices if choice.kind == "span"]
+    group, store = given.group_column, given.store
+    if given.evaluated:
+        session, store, source = from_evaluation(given.results, given.inspect, given.label, group, spans, given.store)
+    elif given.labels is not None:
+        source = from_file(given.labels, given.label, group, spans)
+    else:
+        source = from_tags(given.label, group)
+    store = store or home() / "activations"
+    return find(store, session, source, points, choices, group is not None, given.skip_missing, positive)
 
 
 def find(
@@ -100,6 +134,7 @@ def find(
     tokens: Sequence[TokenColumn],
     grouped: bool,
     skip_missing: bool = False,
+    positive: str | None = None,
 ) -> Examples:
     """Look through a session once.
 
@@ -111,9 +146,10 @@ def find(
         tokens: Choices of tokens.
         grouped: Whether each example needs a group.
         skip_missing: Leave out runs that lack a label, a group, a point or the tokens' rows; else they are refused.
+        positive: The label of the positive class; None where the labels tell it.
 
     Raises:
-        EvalError: There are no such runs, they lack something, or are of several models or dtypes.
+        EvalError: There are no such runs, they lack something, are of several models or dtypes, or not of two classes.
         OSError: The disk refuses.
     """
     try:
@@ -140,8 +176,9 @@ def find(
         raise EvalError(f"--session {session}: {_lacks(lacking, len(runs))}{advice}")
     index = index_rows(store, names, session=session, runs=[run.run_id for run in runs])
     left_out = {reason: len(ids) for reason, ids in lacking.items()}
-    light = replace(index, runs=[])  # it travels to other processes, and the examples have what is needed of them
-    return Examples(session, model, revision, names, runs, _ranges(index, runs, tokens), light, left_out)
+    label, is_positive = classes([run.label for run in runs], positive)
+    ranges = _ranges(index, runs, tokens)
+    return Examples(session, model, revision, names, runs, ranges, index, left_out, source.unused, label, is_positive)
 
 
 def _lacks(lacking: Mapping[str, Sequence[str]], others: int) -> str:
@@ -215,14 +252,12 @@ def _example(
         row.group if grouped and row.group is not None else facts.run_id,
         facts.text,
         places,
-        chosen.path,
-        chosen.offset,
     )
 
 
 def _rows(choice: TokenColumn, facts: RunFacts, row: RunLabels, positions: np.ndarray) -> tuple[int, int] | None:
     """The stored rows of a choice of tokens, `[first, end)`; None unless all of them are there."""
-    if choice.kind in ("mean", "max"):
+    if choice.kind == "mean":
         return 0, len(positions)
     wanted = choice.positions(facts, row.spans)
     if wanted is None:

@@ -38,15 +38,10 @@ NO_LABELS = RunLabels(None, None, {})
 
 @dataclass(frozen=True)
 class Source:
-    """Labels, groups and spans by run.
+    """Labels, groups and spans by run."""
 
-    Attributes:
-        of: A run's; None where it is none of the examples.
-        unused: Names of the rows for which no run was asked yet.
-    """
-
-    of: Callable[[RunFacts], RunLabels | None]
-    unused: set[str] = field(default_factory=set)
+    of: Callable[[RunFacts], RunLabels | None]  # A run's; None where it is none of the examples
+    unused: set[str] = field(default_factory=set)  # names of the rows for which no run was asked yet
 
 
 def from_tags(label: str, group: str | None) -> Source:

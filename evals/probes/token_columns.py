@@ -1,4 +1,4 @@
-"""Choices of tokens: which one token, mean or maximum of a run makes a probe's example."""
+"""Choices of tokens: which one token of a run, or which mean, makes a probe's example."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ _SPAN = re.compile(r"span:(-?\d*):(-?\d*)")
 
 
 class TokenColumn(NamedTuple):
-    """A choice of tokens: the last of some, `mean` or `max` over all, or the mean of a span.
+    """A choice of tokens: the last of some, `mean` of all, or the mean of a span."""
 
-    Attributes:
-        name: As it was written.
-        kind: `prompt_last`, `generated_last`, `last`, `mean`, `max`, `span` (of a labels table, by
-            `label`) or `positions` (`first`, `end`).
-    """
-
-    name: str
-    kind: str
+    name: str  # as it was written
+    kind: str  # `prompt_last`, `generated_last`, `last`, `mean`, `span` (of a labels table) or `positions`
     label: str = ""
     first: int | None = None
     end: int | None = None
@@ -34,7 +28,7 @@ class TokenColumn(NamedTuple):
         Raises:
             EvalError: It is none.
         """
-        if name in ("prompt_last", "generated_last", "last", "mean", "max"):
+        if name in ("prompt_last", "generated_last", "last", "mean"):
             return cls(name, name)
         if match := _SPAN.fullmatch(name):
             first, end = (int(part) if part.lstrip("-") else None for part in match.groups())
@@ -42,7 +36,7 @@ class TokenColumn(NamedTuple):
         if name.startswith("span:") and name != "span:":
             return cls(name, "span", name.removeprefix("span:"))
         raise EvalError(
-            f"--tokens {name!r}: none of prompt_last, generated_last, last, mean, max, span:NAME, span:FIRST:END"
+            f"--tokens {name!r}: none of prompt_last, generated_last, last, mean, span:NAME, span:FIRST:END"
         )
 
     def positions(self, run: RunFacts, spans: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
