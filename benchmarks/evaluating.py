@@ -29,8 +29,8 @@ from deployments.interrupts import terminate_as_interrupt
 from deployments.options import DEMO
 from evals.config import CONTROL, Config
 from evals.task.problems import to_problem
-from evals.task.prompts import Prompts, load_variants
-from evals.task.turn_request import request_body
+from evals.task.prompts import Prompts
+from evals.task.trajectory import request_body
 
 MIN_RATIO = 0.95
 LOAD, EVALUATOR = "load generator", "evaluator"
@@ -74,7 +74,7 @@ def asked(model: str, options: argparse.Namespace, captured: bool) -> tuple[list
     """The ids of the first problems that ship, and the bodies that ask them."""
     chosen = {"model": model, "max_tokens": options.new_tokens, "collect_activations": captured}
     config = Config.model_validate(chosen | {"session_id": f"load-{uuid.uuid4().hex}", "results_dir": "unused"})
-    prompts = Prompts(load_variants((CONTROL,), None), None)
+    prompts = Prompts(config.variants)
     ids, bodies = [], []
     for line in PROBLEMS.read_text().splitlines()[: options.problems]:
         problem = to_problem(json.loads(line))

@@ -14,7 +14,7 @@ from deployments.options import default_store
 from deployments.permissions import restrict
 from evals.config import EvalError
 from evals.labels import inspect_log, lm_eval
-from evals.labels.table import SPANS, joined, labelled
+from evals.labels.table import SPANS, labelled
 
 NAME = "labels.parquet"
 
@@ -25,12 +25,11 @@ def summary(table: pa.Table) -> str:
     right = pc.sum(table["correct"].cast(pa.int64())).as_py() or 0
     groups = len(table["problem"].unique())
     spans = [f"{name} {table.num_rows - table[f'span.{name}'].null_count}" for name in SPANS]
-    others = "" if facts["other_runs"] is None else f", {facts['other_runs']} runs of no sample that counts"
     return "\n".join(
         [
             f"{table.num_rows} runs of {groups} problems, {right} of them correct by the {facts['rule']} rule",
             f"left out: {facts['failed']} failed samples, {facts['without_run']} answers without a stored run, "
-            f"{facts['earlier_turns']} runs of earlier turns{others}",
+            f"{facts['earlier_turns']} runs of earlier turns",
             f"spans: {', '.join(spans)}" + (f" ({facts['why_no_spans']})" if facts["why_no_spans"] else ""),
         ]
     )
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the options; without it the process's own.
 
     Returns:
-        0; 2 where there are none, or what is to be joined to them does not fit.
+        0; 2 where there are none.
     """
     args = _parser().parse_args(argv)
     try:
@@ -65,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             place, describe = args.lm_eval.parent, counted
         else:
             table, place, describe = labelled(args.results, turns=args.turns), args.results, summary
-        for path in args.labels:
-            table = joined(table, path)
         restrict(place)
         out: Path = args.out or place / NAME
         part = out.with_name(f"{out.name}.part")
@@ -95,13 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help=f"the Parquet file to write (by default {NAME} beside the input)")
     parser.add_argument(
         "--turns", choices=["last", "all"], default="last", help="which runs of a conversation with tools get a row"
-    )
-    parser.add_argument(
-        "--labels",
-        type=Path,
-        action="append",
-        default=[],
-        help="a csv, parquet or jsonl file with run_id; repeat it for several",
     )
     return parser
 

@@ -17,8 +17,8 @@ from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import whole_runs
 from deployments.points.names import recorded
 from evals.config import EvalError, some
-from evals.results.activation_stats import LAYER
 
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)")
 # What attention's first projections and the MLP's read, by canonical names or the projections' own.
 INPUTS = re.compile(
     r"layers\.\d+\.(?:(?:input|post_attention)_layernorm\.output|(?:attention|mlp)\.input)"
