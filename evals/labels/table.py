@@ -20,7 +20,12 @@ from evals.scoring import RULES, Rule
 from evals.task.trajectory import Sample
 
 SPAN = pa.list_(pa.int32(), 2)
-SPANS = ("prompt_last", "answer", "tool_calls", "tool_results", "end")
+COLUMNS = {
+    **dict.fromkeys(("run_id", "session_id", "sample_id", "problem", "mode", "variant"), pa.string()),
+    **{"epoch": pa.int32(), "turn": pa.int32(), "last_turn": pa.bool_(), "uri": pa.string()},
+    **{f"span.{name}": SPAN for name in ("prompt_last", "answer", "tool_calls", "tool_results", "end")},
+}
+LEFT_OUT = ("failed samples", "answers without a stored run", "runs of earlier turns")
 GRADES = {"C": True, "I": False}
 Turns = Literal["last", "all"]
 
@@ -40,17 +45,17 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
     of a conversation with tools has all turns before it in its prompt: it alone is there, unless `turns` is "all".
 
     Columns are `run_id`, `session_id`, `sample_id` and `problem` (one group), `mode`, `variant`, `epoch`, `turn`,
-    `last_turn`, `outcome`, `correct`, `correct_<rule>`, `reward.<name>`, `reward`, `uri` (of the run's file when it was
-    stored), and `span.<part>`: the part's first token and the one after its last, as positions in prompt + generated,
-    or null.
+    `last_turn`, `uri` (of the run's file when it was stored), `span.<part>` (the part's first token and the one after
+    its last, as positions in prompt + generated, or null), `outcome`, `correct`, `correct_<rule>`, `reward.<name>` and
+    `reward`.
 
     Args:
         results_dir: the results directory; it need not be finished.
         turns: "last" or "all".
 
     Returns:
-        The table. Its schema's metadata has under `labels`, as JSON, the rule, what was left out, and why spans are
-        null.
+        The table. Its schema's metadata has under `labels`, as JSON, the names of the labels, what was left out, the
+        rule, and why spans are null.
 
     Raises:
         EvalError: the directory has no evaluation, one that recorded nothing, or one that is being scored again.
@@ -59,16 +64,16 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
     config = read_config(directory)
     if not config.collect_activations:
         raise EvalError(f"{directory} recorded no activations: run the evaluation with --collect-activations")
-    counts = dict.fromkeys(("samples", "failed", "without_run", "earlier_turns"), 0)
-    found = list(_labelled(directory, turns, counts))
+    left = dict.fromkeys(LEFT_OUT, 0)
+    found = list(_labelled(directory, turns, left))
     why_no_spans = _read_spans(directory, found, config.rule)
-    facts = counts | {"rule": config.rule, "turns": turns, "why_no_spans": why_no_spans}
-    schema = _schema(list(config.rewards)).with_metadata({"labels": json.dumps(facts)})
-    return pa.Table.from_pylist([one.row for one in found], schema)
+    return tabled([one.row for one in found], COLUMNS, left, rule=config.rule, why_no_spans=why_no_spans)
 
 
-def tabled(rows: list[dict[str, Any]], columns: Mapping[str, pa.DataType], left: Mapping[str, int]) -> pa.Table:
-    """Rows of another harness as a table, with what they have beside some columns as labels, each of one type.
+def tabled(
+    rows: list[dict[str, Any]], columns: Mapping[str, pa.DataType], left: Mapping[str, int], **facts: str | None
+) -> pa.Table:
+    """Rows as a table, with what they have beside some columns as labels, each of one type.
 
     `C` and `I`, inspect_ai's grades, are true and false in a column without other texts.
 
@@ -76,13 +81,14 @@ def tabled(rows: list[dict[str, Any]], columns: Mapping[str, pa.DataType], left:
         rows: by column.
         columns: their types.
         left: how many of what was left out.
+        facts: further ones for the metadata.
     """
     labels = list(dict.fromkeys(name for row in rows for name in row if name not in columns))
     arrays = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in columns.items()}
     for name in labels:
         arrays[name] = _label([row.get(name) for row in rows])
     table = pa.table(arrays)
-    return table.replace_schema_metadata({"labels": json.dumps({"labels": labels, "left_out": left})})
+    return table.replace_schema_metadata({"labels": json.dumps({"labels": labels, "left_out": left} | facts)})
 
 
 def _label(values: list[Any]) -> pa.Array:
@@ -96,12 +102,11 @@ def _label(values: list[Any]) -> pa.Array:
     return pa.array((value if isinstance(value, str | None) else json.dumps(value) for value in values), pa.string())
 
 
-def _labelled(directory: Path, turns: Turns, counts: dict[str, int]) -> Iterator[_Labelled]:
-    """The runs that count, without what is read from stored files; counts the others in `counts`."""
+def _labelled(directory: Path, turns: Turns, left: dict[str, int]) -> Iterator[_Labelled]:
+    """The runs that count, without what is read from stored files; counts the others in `left`."""
     for sample in read_samples(directory):
-        counts["samples"] += 1
         if sample.outcome == "failed":
-            counts["failed"] += 1
+            left["failed samples"] += 1
             continue
         if sample.correct is None:
             raise EvalError(
@@ -109,11 +114,11 @@ def _labelled(directory: Path, turns: Turns, counts: dict[str, int]) -> Iterator
             )
         last = len(sample.turns) - 1
         stored = [number for number, turn in enumerate(sample.turns) if why_not_stored(turn.activations) is None]
-        counts["without_run"] += last not in stored
+        left["answers without a stored run"] += last not in stored
         for number in stored:
             meta = sample.turns[number].activations or {}
             if number < last and turns == "last":
-                counts["earlier_turns"] += len(runs_of(meta))
+                left["runs of earlier turns"] += len(runs_of(meta))
                 continue
             for run in runs_of(meta):
                 yield _Labelled(_row(sample, number, str(meta.get("session_id")), run), sample, number)
@@ -143,19 +148,6 @@ def stored(session_id: str, run: dict[str, Any], prompt_tokens: int = 0) -> dict
         "span.prompt_last": (prompt - 1, prompt) if prompt else None,
         "span.end": (tokens - 1, tokens) if tokens else None,
     }
-
-
-def _schema(rewards: Sequence[str]) -> pa.Schema:
-    texts = ("run_id", "session_id", "sample_id", "problem", "mode", "variant")
-    return pa.schema(
-        [(name, pa.string()) for name in texts]
-        + [("epoch", pa.int32()), ("turn", pa.int32()), ("last_turn", pa.bool_())]
-        + [("outcome", pa.string()), ("correct", pa.bool_())]
-        + [(f"correct_{rule}", pa.bool_()) for rule in RULES]
-        + [(f"reward.{name}", pa.float64()) for name in rewards]
-        + [("reward", pa.float64()), ("uri", pa.string())]
-        + [(f"span.{name}", SPAN) for name in SPANS]
-    )
 
 
 def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> str | None:

@@ -328,27 +328,6 @@ def test_another_run_is_not_mixed_into_an_earlier_one(
     assert summary(tmp_path / "results") == before
 
 
-def test_a_dataset_that_changed_is_not_mixed_into_an_earlier_run(
-    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = one_problem(server, write_problems, tmp_path)
-    assert main(argv) == 0
-    write_problems("", "")
-    assert main([*argv, "--resume"]) == 2
-    assert "different dataset.sha256" in capsys.readouterr().err
-
-
-def test_answers_of_another_revision_of_the_model_are_not_mixed_into_an_earlier_run(
-    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = one_problem(server, write_problems, tmp_path)
-    server.told = {"revision": "1" * 40}
-    assert main(argv) == 0
-    server.told = {"revision": "2" * 40}
-    assert main([*argv, "--resume"]) == 2
-    assert "was made with different model.revision" in capsys.readouterr().err
-
-
 def test_a_run_goes_on_from_another_directory(
     server: FakeServer,
     further: Further,

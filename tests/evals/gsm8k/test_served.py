@@ -40,8 +40,8 @@ def test_the_labels_of_a_real_run_name_the_tokens_of_answers_calls_and_results(s
     assert main([*argv, "--collect-activations", "--capture", '{"points": ["norm.output"]}']) == 0
     table = labelled(results)
     told = json.loads(table.schema.metadata[b"labels"])
-    assert (told["why_no_spans"], told["without_run"]) == (None, 0)
-    assert told["earlier_turns"] > 0
+    assert (told["why_no_spans"], told["left_out"]["answers without a stored run"]) == (None, 0)
+    assert told["left_out"]["runs of earlier turns"] > 0
     samples = {sample.key: sample for sample in read_samples(results)}
     assert table.num_rows == len(samples) == 8
     for row in table.to_pylist():

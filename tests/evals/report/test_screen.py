@@ -55,17 +55,6 @@ def test_activations_that_were_asked_for_and_not_stored_end_in_status_1_with_the
     assert f"<li>4 × {WHY}</li>" in page
 
 
-def test_of_many_reasons_some_are_on_the_screen_and_all_in_the_summary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = answered(tmp_path / "run", activations=lambda run_id: unstored(run_id) | {"reason": f"no {run_id}"})
-    assert report(directory) == 1
-    said = capsys.readouterr().err
-    assert said.count("(1)") == 3
-    assert "and other reasons in summary.json" in said
-    assert len(json.loads((directory / "summary.json").read_text())["activations"]["why_not_stored"]) == 4
-
-
 def test_what_is_not_stored_is_no_reason_to_say_that_a_transfer_lacks_it(tmp_path: Path) -> None:
     directory = answered(tmp_path / "run", activations=unstored, transfer_activations=True)
     assert json.loads((directory / "summary.json").read_text())["incomplete"] is None
@@ -110,10 +99,3 @@ def test_thoughts_are_counted_on_the_screen_and_the_page(tmp_path: Path, capsys:
     report(directory)
     assert "no-tools: 3 of 4 samples with thoughts, 21 tokens of them counted" in capsys.readouterr().out
     assert "3 of 4 samples with thoughts, 21 tokens of them counted" in (directory / "report.html").read_text()
-
-
-def test_with_the_control_nothing_is_said_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = make_results(tmp_path / "run", 4, variants=("calm", "control"))
-    report(directory)
-    assert json.loads((directory / "summary.json").read_text())["not_paired"] is None
-    assert "is compared with control" not in capsys.readouterr().out

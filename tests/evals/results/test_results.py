@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_openai import FakeServer
@@ -72,17 +71,6 @@ def test_a_trajectory_has_what_each_step_cost_and_what_the_tool_said(results: Pa
     assert (steps[2]["error"], steps[2]["content"]) == (False, "1004")
 
 
-def test_the_parquet_file_is_typed(results: Path) -> None:
-    schema = pq.read_schema(results / "samples.parquet")
-    assert schema.field("correct").type == pa.bool_()
-    assert schema.field("run_ids").type == pa.list_(pa.string())
-    assert schema.field("reward_correctness").type == pa.float64()
-    assert schema.field("started").type == pa.timestamp("us", tz="UTC")
-    failed = [row for row in pq.read_table(results / "samples.parquet").to_pylist() if row["outcome"] == "failed"]
-    assert len(failed) == 4
-    assert {row["correct"] for row in failed} == {row["reward"] for row in failed} == {None}
-
-
 def test_the_summary_counts_each_outcome_and_leaves_failures_out_of_rates(results: Path) -> None:
     summary = read(results / "summary.json")
     assert summary["counts"] == {"problems": 6, "conditions": 4, "samples": 24, "failed": 4, "missing": 0}
@@ -114,16 +102,6 @@ def test_all_follows_from_the_configuration_and_the_samples(results: Path) -> No
             path.unlink()
     conclude(results, None)
     assert {path: path.read_bytes() for path in before} == before
-
-
-def test_config_json_holds_what_repeats_the_run(results: Path) -> None:
-    told = read(results / "config.json")
-    assert told["config"]["model"] == told["model"]["id"] == "fake/model"
-    assert told["config"]["variants"] == told["prompts"]["variants"]
-    assert list(told["config"]["variants"]) == ["control", "calm"]
-    assert told["dataset"]["problems"] == 6
-    assert {"ray", "python", "vitrine"} <= told["versions"].keys()
-    assert told["host"]
 
 
 def late(directory: Path) -> Path:

@@ -71,27 +71,6 @@ def test_a_row_that_cannot_be_asked_or_scored_is_refused_with_its_place(
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(("row", "says"), [ODD_ROWS[0], ODD_ROWS[-1]])
-def test_such_a_row_of_a_parquet_file_is_refused_by_its_number(
-    write_problems: Write, tmp_path: Path, row: dict[str, str | None], says: str
-) -> None:
-    rows = map(json.loads, write_problems("", "").read_text().splitlines())
-    path = tmp_path / "odd.parquet"
-    pq.write_table(pa.Table.from_pylist([*rows, row]), path)
-    with pytest.raises(EvalError) as refused:
-        load(path)
-    assert str(refused.value).startswith(f"{path}, row 3: ")
-    assert says in str(refused.value)
-
-
-def test_an_example_without_a_question_is_refused_with_its_place(write_problems: Write, tmp_path: Path) -> None:
-    path = tmp_path / "shots.jsonl"
-    path.write_text(json.dumps({"question": None, "answer": "#### 1"}) + "\n")
-    options = ["--dataset", str(write_problems("")), "--few-shot", str(path)]
-    with pytest.raises(EvalError, match=r"shots\.jsonl, line 1: .*the question is None"):
-        load_few_shot(parse_args(options), set())
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -94,11 +94,6 @@ def test_each_sample_has_one_outcome(server: FakeServer, label: str, outcome: st
     assert play(server, label, "with-tools").outcome == outcome
 
 
-def test_the_tool_loop_ends_at_the_turn_limit(server: FakeServer) -> None:
-    sample = play(server, "[loop]", "with-tools")
-    assert (len(sample.turns), sample.turn_limit, sample.correct, sample.error) == (12, True, False, None)
-
-
 @pytest.mark.parametrize(
     ("label", "outcome", "finish", "turns"),
     [
@@ -142,17 +137,6 @@ def test_what_is_wrong_with_a_call_goes_back_to_the_model(server: FakeServer) ->
     assert [step.get("error") for step in trajectory(sample)] == [None, None, True, None]
     (call,) = agent_state(sample)["tool_calls"]
     assert (call["name"], call["error"], call["result"]) == ("calculator", True, "error: division by zero")
-
-
-def test_a_cut_answer_is_said_to_be_cut(server: FakeServer) -> None:
-    sample = play(server, "[cut]", "no-tools")
-    assert (sample.finish_reason, sample.strict, sample.correct) == ("length", None, False)
-
-
-def test_a_failed_sample_has_its_error_and_no_score(server: FakeServer) -> None:
-    sample = play(server, "[refused]", "no-tools")
-    assert "HTTP 400" in str(sample.error)
-    assert (sample.correct, sample.correct_flexible, sample.completion) == (None, None, None)
 
 
 def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) -> None:
