@@ -6,7 +6,6 @@ from typing import Any
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 Record = dict[str, Any]
-Shape = list[int | None]
 
 
 def why_not_stored(meta: Record | None) -> str | None:
@@ -48,40 +47,9 @@ def points_of(run: Record) -> dict[str, Record]:
     return {name: at for name, at in points.items() if isinstance(at, dict)} if isinstance(points, dict) else {}
 
 
-def shape_of(at: Record) -> Shape:
-    """A point's shape: its rows, then those of a row; None is the axis of a pattern, as wide as a token sees.
-
-    Raises:
-        ValueError: the server names no such shape.
-    """
-    shape = at.get("shape")
-    if isinstance(shape, list) and shape and shape[0] is not None and shape.count(None) <= 1:
-        sizes = [size for size in shape if size is not None]
-        if all(type(size) is int and size >= 0 for size in sizes):
-            return shape
-    raise ValueError(f"the server says that its shape is {shape!r}")
-
-
-def item_bytes(at: Record) -> int:
-    """Bytes of one number of a point.
-
-    Raises:
-        ValueError: of its dtype that is not known.
-    """
-    if (size := ITEM_BYTES.get(str(at.get("dtype")))) is None:
-        raise ValueError(f"the size of the dtype {at.get('dtype')!r} is not known")
-    return size
-
-
-def values_of(shape: Shape, seen: int) -> int:
-    """How many numbers a point has.
-
-    Args:
-        shape: of the point.
-        seen: tokens that its last row sees, itself among them; each row before sees one less.
-    """
-    rows, *features = shape
-    assert rows is not None
-    if None not in features:
-        return prod(size for size in shape if size is not None)
-    return (rows * seen - rows * (rows - 1) // 2) * prod(size for size in features if size is not None)
+def bytes_of(at: Record) -> int | None:
+    """Bytes of a point's values; None where its dtype and shape do not say it, as of attention patterns."""
+    shape, size = at.get("shape"), ITEM_BYTES.get(str(at.get("dtype")))
+    if size is None or not isinstance(shape, list) or not shape or not all(type(n) is int and n >= 0 for n in shape):
+        return None
+    return size * prod(shape)

@@ -1,36 +1,39 @@
-"""The configuration of one evaluation run, checked and frozen."""
+"""The configuration of one evaluation, checked and frozen."""
 
 import json
+import os
 from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from deployments.points.token_choices import parse
-from deployments.readouts.spec import MOST_READOUTS, ReadoutName
+from deployments.options import NO_MODEL, Options, mistakes
 from evals.scoring import Rule
-from evals.serving_config import ServingConfig, Switch
 
 Mode = Literal["no-tools", "with-tools"]
+Stage = Literal["deploy", "generate", "report"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 HUB_DATASET = "openai/gsm8k"
 CONTROL = "control"
-# Parts of file names, which a dot sets apart.
-NAME = r"^[A-Za-z0-9_-]{1,64}$"
+VARIANTS = Path(__file__).with_name("variants.yaml")
 LARGEST = 1 << 31  # of what is counted
 MOST_NAMED = 5  # in a message
+OF_EACH_RUN = {"sample_id", "tags", "store_text", "return", "mode"}  # fields of `capture` that the evaluator sets
 # Strict: in a file, `samples: true` is a mistake and not 1.
+Switch = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 Natural = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # parts of file names, which a dot separates
 
 
 class EvalError(Exception):
-    """What stops a run; the text is for the user."""
+    """What stops an evaluation; the text is for the user."""
 
 
 def some(names: Collection[str]) -> str:
@@ -38,74 +41,57 @@ def some(names: Collection[str]) -> str:
     return ", ".join([*islice(names, MOST_NAMED), *(["..."] if len(names) > MOST_NAMED else [])]) or "none"
 
 
+def in_ray_job() -> bool:
+    """Whether this process is the entrypoint of `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
 def scaled_field(intervention: dict[str, Any]) -> str | None:
-    """What a sweep's scale sets in an intervention; None where that has no strength."""
+    """The field of an intervention that a sweep's scale sets; None where it has no strength."""
     return None if "sae" in intervention else {"add": "scale", "scale": "factor"}.get(str(intervention.get("op")))
 
 
-def _names_tokens(value: str) -> str:
-    parse(value)
-    return value
-
-
-# The context in which options of results are validated: earlier versions took some that are refused now.
-STORED = "stored"
-
-
-class Config(ServingConfig):
-    """The configuration of a run. `model`, `results_dir` and `session_id` are never empty once it starts."""
+class Config(BaseModel):
+    """The configuration of an evaluation. `model` is never empty once it starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     base_url: str = "http://127.0.0.1:8000/v1"
     model: str = ""
     dataset: str = "demo"
-    split: str = "test"
     samples: Count | None = None
     seed: Whole | None = None
-    sampling_seed: Whole | None = None  # without it `seed`
     epochs: Count = 1
     mode: Mode | Literal["both"] = "both"
-    variants: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field((CONTROL,), min_length=1)
-    variants_file: Path | None = None
-    few_shot: Natural = 0
-    few_shot_file: Path | None = None
-    parallel: Count = 16
-    workers: Count = 1  # Ray workers that share them equally
-    max_tokens: Count = 512  # per turn
-    max_turns: Count = 12
-    interventions: tuple[dict[str, Any], ...] = ()
-    steer: tuple[str, ...] = ()  # variants; all without it
-    sweep: dict[Literal["layer", "scale"], tuple[Annotated[Number, Field(ge=-LARGEST, le=LARGEST)], ...]] = {}
-    readouts: tuple[ReadoutName, ...] = Field((), max_length=MOST_READOUTS)
-    tools: Literal["native", "text"] = "native"
-    max_failures: Natural | None = None
-    temperature: Annotated[Number, Field(ge=0.0)] | None = None  # None until the run begins: the model's own
-    top_p: Annotated[Number, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Natural | None = None
+    variants: dict[Name, str] = Field({CONTROL: ""}, min_length=1)  # the text before the question, by name
+    few_shot: Natural | Annotated[str, Field(min_length=1)] = 0  # how many worked examples, or a file of them
     system: str = ""
-    chat_template_kwargs: dict[str, Any] = {}
+    parallel: Count = 16
+    max_tokens: Count = 512  # per turn
+    temperature: Annotated[Number, Field(ge=0.0)] | None = None  # None until it begins: the model's own
+    extra_body: dict[str, Any] = {}  # further fields of each request
+    interventions: tuple[dict[str, Any], ...] = ()
+    sweep: dict[Literal["layer", "scale"], tuple[Annotated[Number, Field(ge=-LARGEST, le=LARGEST)], ...]] = {}
     timeout: Annotated[Number, Field(gt=0.0)] = 300.0  # seconds, one attempt of one request
-    retries: Natural = 8
     max_outage: Annotated[Number, Field(ge=0.0)] = 600.0  # seconds that a server that is away is waited for
     rule: Rule = "normalized"
     rewards: dict[str, Number] = {"correctness": 1.0}  # weights
     collect_activations: Switch = False
-    points: tuple[str, ...] = ()
-    layers: tuple[Whole, ...] | Literal["all"] = ()
-    sites: tuple[str, ...] = ()
-    tokens: Annotated[str, AfterValidator(_names_tokens)] = "all"
+    capture: dict[str, Any] = {}  # as the request field
     transfer_activations: Switch = False
     inline_activations: Natural = 0  # values a point
     session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
     results_dir: Path
     resume: Switch = False
-    wait_healthy: Annotated[Number, Field(ge=0.0)] = 0.0  # seconds
+    serve: str = ""  # a model; without it the evaluation starts no server
+    server_options: dict[str, Any] = {}  # of `deployments/options.py`
+    keep_running: Switch = False
+    stages: tuple[Stage, ...] = STAGES
 
     @property
-    def steered(self) -> tuple[str, ...]:
-        """The variants that are also asked with the interventions."""
-        return (self.steer or self.variants) if self.interventions else ()
+    def served(self) -> Options:
+        """The options of the server that `serve` asks for."""
+        return Options.model_validate({"model": self.serve, **self.server_options})
 
     @property
     def plain_at_zero(self) -> bool:
@@ -131,22 +117,36 @@ class Config(ServingConfig):
             raise ValueError("must be an address like http://127.0.0.1:8000/v1")
         return value.rstrip("/")
 
-    @field_validator("points", "sites", "variants", "steer", "readouts", mode="before")
+    @field_validator("variants", mode="before")
     @classmethod
-    def _split_names(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _split_layers(cls, value: object) -> object:
-        if not isinstance(value, str) or value == "all":
+    def _read_variants(cls, value: object) -> object:
+        """Names of the variants that ship, or a YAML file whose variants are all asked; or the texts by name."""
+        if isinstance(value, str):
+            if value.endswith((".yaml", ".yml")):
+                return _read_yaml(value)
+            value = [part.strip() for part in value.split(",")]
+        if not isinstance(value, list | tuple):
             return value
-        try:
-            return [int(part) for part in value.split(",")]
-        except ValueError:
-            raise ValueError("give all, or numbers separated by commas") from None
+        texts = yaml.safe_load(VARIANTS.read_text(encoding="utf-8"))
+        if unknown := [str(name) for name in value if not isinstance(name, str) or name not in texts]:
+            raise ValueError(f"there is no {', '.join(unknown)}, only {', '.join(texts)}; a file.yaml may have others")
+        if len(set(value)) < len(value):
+            raise ValueError(f"a name appears twice in {','.join(value)}")
+        return {name: texts[name] for name in value}
 
-    @field_validator("chat_template_kwargs", mode="before")
+    @field_validator("variants")
+    @classmethod
+    def _check_control(cls, texts: dict[str, str]) -> dict[str, str]:
+        if texts.get(CONTROL):
+            raise ValueError(f"{CONTROL} has a text; it must be empty")
+        return {name: text.strip() for name, text in texts.items()}
+
+    @field_validator("few_shot", mode="before")
+    @classmethod
+    def _read_number(cls, value: object) -> object:
+        return int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
+
+    @field_validator("capture", "extra_body", mode="before")
     @classmethod
     def _read_json(cls, value: object) -> object:
         if not isinstance(value, str):
@@ -156,16 +156,20 @@ class Config(ServingConfig):
         except ValueError as error:
             raise ValueError(f"not a JSON object: {error}") from None
 
+    @field_validator("capture")
+    @classmethod
+    def _check_capture(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := OF_EACH_RUN & value.keys():
+            raise ValueError(f"{', '.join(sorted(taken))}: the evaluator sets this itself")
+        return value
+
     @field_validator("interventions", mode="before")
     @classmethod
     def _read_interventions(cls, value: object) -> object:
         """The list itself, or the YAML or JSON file that has it."""
         if not isinstance(value, str):
             return value
-        try:
-            found = yaml.safe_load(Path(value).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:
-            raise ValueError(f"{value}: {error}") from None
+        found = _read_yaml(value)
         if not isinstance(found, list) or not found:
             raise ValueError(f"{value}: not a list of interventions")
         return found
@@ -179,69 +183,89 @@ class Config(ServingConfig):
             return value
         try:
             pairs = [str(word).split("=") for word in words]
-            found = {name: [float(number) + 0.0 for number in numbers.split(",")] for name, numbers in pairs}  # no -0.0
+            return {name: [float(number) + 0.0 for number in numbers.split(",")] for name, numbers in pairs}  # no -0.0
         except ValueError:
             raise ValueError("write it as scale=-4,0,4 layer=8,12") from None
+
+    @field_validator("sweep")
+    @classmethod
+    def _check_sweep(cls, found: dict[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
         if repeated := [name for name, numbers in found.items() if len(set(numbers)) < len(numbers)]:
             raise ValueError(f"a {repeated[0]} appears twice")
         if broken := [number for number in found.get("layer", ()) if not number.is_integer()]:
             raise ValueError(f"a layer is a whole number, not {broken[0]:g}")
         return found
 
-    @field_validator("rewards", mode="before")
+    @field_validator("server_options", mode="before")
     @classmethod
-    def _split_weights(cls, value: object) -> object:
-        if not isinstance(value, str):
+    def _split_pairs(cls, value: object) -> object:
+        """`["name=value", ...]`, as the command line gives them."""
+        if not isinstance(value, list):
             return value
-        pairs = [part.strip().partition("=") for part in value.split(",")]
-        if wrong := [name for name, _, weight in pairs if not weight]:
-            raise ValueError(f"{wrong[0]!r} has no weight: write {wrong[0]}=1")
-        try:
-            return {name: float(weight) for name, _, weight in pairs}
-        except ValueError as error:
-            raise ValueError(f"a weight is a number: {error}") from None
+        pairs = [str(pair).partition("=") for pair in value]
+        if wrong := [name for name, equals, _ in pairs if not equals]:
+            raise ValueError(f"{wrong[0]!r} must be written as name=value")
+        return {name: text for name, _, text in pairs}
 
-    @field_validator("variants", "steer", "points", "sites", "readouts")
+    @field_validator("stages", mode="before")
     @classmethod
-    def _refuse_repeats(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(names)) < len(names):
-            raise ValueError(f"a name appears twice in {','.join(names)}")
-        return names
+    def _in_order(cls, value: object) -> object:
+        return in_order(value)
 
     @model_validator(mode="after")
-    def _check_together(self, info: ValidationInfo) -> Self:
-        if bool(self.layers) != bool(self.sites):
-            raise ValueError("--layers and --sites go together")
-        if self.points and self.layers:
-            raise ValueError("give --points, or --layers with --sites, not both")
-        if self._says_what_to_record() and not self.collect_activations:
-            raise ValueError(
-                "--points, --layers, --sites, --tokens, --transfer-activations and --inline-activations need "
-                "--collect-activations"
-            )
-        if self.sweep.get("scale") == (0,) and self.plain_at_zero:
-            raise ValueError("--sweep: a scale of 0 changes nothing: name another one beside it")
-        if (self.sweep or self.steer) and not self.interventions:
-            raise ValueError("--sweep and --steer need --interventions")
-        if unknown := [name for name in self.steer if name not in self.variants]:
-            raise ValueError(f"--steer {unknown[0]}: not among --variants {','.join(self.variants)}")
-        swept = "{layer}" in str(self.interventions)
-        if swept != ("layer" in self.sweep):
+    def _check_together(self) -> Self:
+        if (self.capture or self.transfer_activations or self.inline_activations) and not self.collect_activations:
+            raise ValueError("--capture, --transfer-activations and --inline-activations need --collect-activations")
+        if self.sweep and not self.interventions:
+            raise ValueError("--sweep needs --interventions")
+        if ("{layer}" in str(self.interventions)) != ("layer" in self.sweep):
             raise ValueError("--sweep layer=... and {layer} in a point of --interventions go together")
-        if self.split != "test" and self.dataset != HUB_DATASET:
-            raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file has one split only")
-        if self.few_shot_file and not self.few_shot:
-            raise ValueError("--few-shot-file needs --few-shot, the number of examples to show")
-        if info.context == STORED:
-            return self
         if "scale" in self.sweep and not any(map(scaled_field, self.interventions)):
             raise ValueError(
                 "--sweep scale=...: no intervention of --interventions has a scale; add and scale have one"
             )
-        if self.parallel % self.workers:
-            raise ValueError(f"--parallel {self.parallel} must be a multiple of --workers {self.workers}")
+        if self.sweep.get("scale") == (0,) and self.plain_at_zero:
+            raise ValueError("--sweep: a scale of 0 changes nothing: name another one beside it")
         return self
 
-    def _says_what_to_record(self) -> bool:
-        chosen: list[Any] = [self.points, self.layers, self.tokens != "all"]
-        return any([*chosen, self.transfer_activations, self.inline_activations])
+    @model_validator(mode="after")
+    def _check_serving(self) -> Self:
+        if not self.serve:
+            for name, given in {"server-option": self.server_options, "keep-running": self.keep_running}.items():
+                if given:
+                    raise ValueError(f"--{name} needs --serve")
+            return self
+        if self.serve == NO_MODEL or "model" in self.server_options:
+            raise ValueError("--serve names the model that is served: leave --model out")
+        if self.stages == ("deploy",) and not self.keep_running:
+            raise ValueError("--stages deploy needs --keep-running: otherwise the server would be stopped at once")
+        try:
+            self.served  # noqa: B018 - its options are checked when it is made
+        except ValidationError as error:
+            wrong = "; ".join(f"{name}: {message}" for name, message in mistakes(error))
+            raise ValueError(f"--server-option {wrong}") from None
+        except RuntimeError as error:  # `~name` of nobody
+            raise ValueError(f"--server-option: {error}") from None
+        return self
+
+
+def in_order(value: object) -> tuple[Stage, ...]:
+    """Some stages, named with commas between them or as a list, in the order in which they run.
+
+    Raises:
+        ValueError: One is none, or none is named.
+    """
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"--stages: choose from {','.join(STAGES)}")
+    if unknown := [str(stage) for stage in value if stage not in STAGES]:
+        raise ValueError(f"--stages: {unknown[0]!r} is not a stage; the stages are {','.join(STAGES)}")
+    return tuple(stage for stage in STAGES if stage in value)
+
+
+def _read_yaml(path: str) -> Any:
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from None

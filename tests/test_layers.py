@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     "benchmarks",
     "vitrine",
-    "evals.compare",
     "evals.gsm8k",
     "evals.outliers",
     "evals.probes",

@@ -1,8 +1,6 @@
-"""The options of `python -m evals.gsm8k`: from flags, a file, or the run that is resumed."""
+"""The options of `python -m evals.gsm8k`: from flags, a file, or the evaluation that is resumed."""
 
 import argparse
-import json
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,82 +10,49 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.options import home
-from deployments.points.token_choices import WORDS
-from evals.config import HUB_DATASET, Config
-from evals.scoring import RULES
-from evals.serving_config import OF_ONE_CALL, STAGES, in_order
+from evals.config import HUB_DATASET, STAGES, Config, EvalError, in_order, in_ray_job
+from evals.results.results import read_json
 
 Given = dict[str, Any]
-FILES = ("dataset", "variants_file", "few_shot_file")
+FILES = ("dataset", "few_shot")  # options that keep the path of a file
+OF_ONE_CALL = {"resume", "keep_running", "stages"}  # what no later call on the same results takes over
 # What PyYAML raises for a scalar that is not of its tag, as `!!int x` or the 31st of February.
 OF_SCALARS = (ValueError, LookupError, AttributeError, TypeError)
 
 # The options by name: what `--help` says, and the type or the choices; a list is of several words.
 OPTIONS: dict[str, tuple[str, type | Sequence[str]]] = {
-    "base_url": ("the server's OpenAI root, ending in /v1", str),
+    "base_url": ("the server's OpenAI root, ending in /v1; with --serve, port 0 is a free one", str),
     "model": ("model id; without it the first of the server's list", str),
     "dataset": (f"demo, a GSM8K .jsonl or .parquet file, or {HUB_DATASET}", str),
-    "split": (f"split of {HUB_DATASET}", str),
     "samples": ("how many problems; without it all", int),
-    "seed": ("choose problems at random by this seed; without it the first ones", int),
-    "sampling_seed": ("draw answers by this seed; without it by --seed", int),
+    "seed": ("choose problems and draw answers by this seed; without it the first problems", int),
     "epochs": ("answers to each problem in each condition", int),
     "mode": ("with or without the calculator", ["no-tools", "with-tools", "both"]),
-    "tools": ("how the calculator is offered: by the chat template, or in plain text", ["native", "text"]),
-    "variants": ("prompt variants, comma separated: control,frustration,... (default: control)", str),
-    "variants_file": ("a YAML file of variants; without it evals/variants.yaml", str),
+    "variants": ("prompt variants, comma separated, or a YAML file of texts by name (default: control)", str),
+    "few_shot": ("worked examples before each question: how many, or a file of them", str),
     "interventions": ("a YAML or JSON file of interventions; each variant is asked without and with them", str),
-    "steer": ("variants to steer, comma separated (default: all)", str),
     "sweep": ("layers and scales of the interventions, as scale=-4,0,4 layer=8,12", list),
-    "readouts": ("linear readouts of the server, comma separated: their values, and AUROC against the outcome", str),
-    "few_shot": ("worked examples before each question", int),
-    "few_shot_file": ("a file of worked examples (default: the train split, else those that ship)", str),
     "parallel": ("requests kept in flight", int),
-    "workers": ("Ray workers that share them equally, spread over the cluster's nodes if there are several", int),
     "max_tokens": ("most new tokens of one answer", int),
-    "max_turns": ("most answers per problem with tools", int),
     "temperature": ("0 is greedy; without it the model's own, 0 where it has none", float),
-    "top_p": ("nucleus sampling: the probability mass to keep; without it the model's own", float),
-    "top_k": ("how many likeliest tokens; without it the model's own", int),
-    "system": ("a system prompt before all messages", str),
-    "chat_template_kwargs": ('for the chat template, as JSON: {"enable_thinking": false}', str),
-    "timeout": ("seconds for one answer; a later one is wrong", float),
-    "retries": ("further attempts of a request on 429", int),
-    "max_outage": ("seconds to wait for a server that does not respond", float),
-    "max_failures": ("end once more samples than this have failed; without it never", int),
-    "rule": ("the scoring rule that decides what is correct", RULES),
-    "rewards": ("weights, as correctness=1,format=0.2,package.module:function=0.1 (default: correctness=1)", str),
-    "collect_activations": ("record activations; without points or layers, the server's choice of them", bool),
-    "points": ("activation points to record, comma separated", str),
-    "layers": ("layers to record, comma separated, or all; with --sites", str),
-    "sites": ("sites of those layers, comma separated: input_layernorm.output,...", str),
-    "tokens": (f"tokens to record: {WORDS}", str),
+    "collect_activations": ("record activations; without --capture, the server's choice of them", bool),
+    "capture": ('what to record, as the request field: {"layers": [8], "sites": ["output"]}', str),
     "transfer_activations": ("copy what was recorded into the results directory", bool),
     "inline_activations": ("values of each recorded point to put in each sample's record", int),
-    "session_id": ("groups the recorded runs; without it gsm8k-<time>", str),
-    "results_dir": (
-        "the results directory, without an evaluation unless --resume (default: ./results/gsm8k-<time>)",
-        str,
-    ),
-    "resume": (
-        "continue the evaluation in --results-dir; repeat missing, failed, unreadable or unstored samples, and late "
-        "ones if --timeout is longer",
-        bool,
-    ),
-    "wait_healthy": ("seconds to wait for a Vitrine server that starts", float),
-    "serve": ("serve this model at the base URL for the evaluation; port 0: a free one", str),
-    "fresh": ("restart the server if --serve left it running", bool),
+    "results_dir": ("the results directory (default: ./results/gsm8k-<time>)", str),
+    "resume": ("continue the evaluation in --results-dir: ask what is missing, failed or was not stored", bool),
+    "serve": ("serve this model at the base URL for the evaluation", str),
     "keep_running": ("leave the server of --serve running", bool),
     "stages": (f"the stages to run, from {','.join(STAGES)} (default: all)", str),
-    "smoke": ("check one captured request and end", bool),
 }
+FURTHER = [name for name in Config.model_fields if name not in OPTIONS and name != "server_options"]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
     """The options as a `Config`; a bad one ends the program with argparse's message and status 2.
 
-    Flags win over the file of `--config`, and that over the options of the run that `--resume`, or a later stage,
-    goes on with.
+    Flags win over the file of `--config`, and that over the options of the evaluation that `--resume`, or the stage
+    `report` without `generate`, goes on with.
     """
     parser = _parser()
     flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
@@ -97,7 +62,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         name = f"gsm8k-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         given["results_dir"] = results_path(given.get("results_dir"), name)
         stages = in_order(given.get("stages", STAGES))
-        if given.get("resume") is True or ("configure" not in stages and stages != ("deploy",)):
+        if given.get("resume") is True or ("report" in stages and "generate" not in stages):
             given = earlier_options(given["results_dir"]) | given
         given |= {option: from_here(given[option], option) for option in FILES if option in given}
         given.setdefault("session_id", name)
@@ -111,8 +76,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
 
 
 def flag(name: str) -> str:
-    """The flag of an option."""
-    return "--server-option" if name == "server_options" else f"--{name.replace('_', '-')}"
+    """What an option is called in a message: its flag, or its name in a file where it has none."""
+    if name == "server_options":
+        return "--server-option"
+    return f"--{name.replace('_', '-')}" if name in OPTIONS else name
 
 
 def read_config(file: str) -> Given:
@@ -139,13 +106,13 @@ def from_here(value: object, name: str) -> object:
     In a Ray job a relative path stays: it is of a file that each job brings in its own copy of the working directory.
 
     Args:
-        value: the option's value; what is no text is left to `Config`.
+        value: the option's value; what is no path is left to `Config`.
         name: the option's.
 
     Raises:
         ValueError: no path can be written so.
     """
-    if not isinstance(value, str) or value in ("demo", HUB_DATASET):
+    if not isinstance(value, str) or value in ("demo", HUB_DATASET) or value.lstrip("-").isdecimal():
         return value
     path = _path(value, name)
     return str(path if in_ray_job() else path.absolute())
@@ -162,26 +129,16 @@ def _path(value: object, name: str) -> Path:
 
 
 def earlier_options(directory: Path) -> Given:
-    """The options of the run that lies in a results directory, without those that are of one call alone.
+    """The options of the evaluation in a results directory, without those that are of one call alone.
 
     Raises:
         ValueError: there is none.
     """
-    path = directory / "config.json"
     try:
-        options: Given = json.loads(path.read_text(encoding="utf-8"))["config"]
-        if not isinstance(options, dict):
-            raise TypeError("config is no map")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{path} has no options of an evaluation, which the stage configure writes; is --results-dir right? {error}"
-        ) from error
-    return {name: value for name, value in options.items() if name in Config.model_fields.keys() - OF_ONE_CALL}
-
-
-def in_ray_job() -> bool:
-    """Whether this process is the entrypoint of `ray job submit`."""
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+        options = read_json(directory / "config.json")["config"]
+        return {name: value for name, value in options.items() if name in Config.model_fields.keys() - OF_ONE_CALL}
+    except (EvalError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"--results-dir {directory} has no options of an evaluation: {error}") from error
 
 
 def results_path(given: object, name: str) -> Path:
@@ -189,7 +146,7 @@ def results_path(given: object, name: str) -> Path:
 
     Args:
         given: the option's value, if any.
-        name: the run's name, for the default.
+        name: the evaluation's name, for the default.
 
     Raises:
         ValueError: no path; or a relative one in a Ray job, whose working directory is a copy that is thrown away.
@@ -208,7 +165,8 @@ def results_path(given: object, name: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     """Defaults live in `Config` alone: an option that was not given is None here."""
     parser = argparse.ArgumentParser(prog="python -m evals.gsm8k", usage="%(prog)s [options]", allow_abbrev=False)
-    parser.add_argument("--config", help="a YAML file of these options, as max_tokens: 256; flags override it")
+    text = f"a YAML file of options, as max_tokens: 256; flags override it. Only there: {', '.join(FURTHER)}"
+    parser.add_argument("--config", help=text)
     for name, (text, kind) in OPTIONS.items():
         if kind is bool:
             parser.add_argument(flag(name), help=text, action=argparse.BooleanOptionalAction)

@@ -1,4 +1,4 @@
-"""What a run comes to: summary.json, made of a results directory's config.json and samples alone, and the rest."""
+"""The results of an evaluation: summary.json, made of the directory's config.json and samples alone, and the rest."""
 
 from collections import Counter
 from datetime import UTC, datetime
@@ -7,22 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from evals.activations_meta import runs_of, why_not_stored
-from evals.config import CONTROL, STORED, Config, EvalError, Mode
+from evals.config import CONTROL, Config, EvalError, Mode
 from evals.report.page import write_report
-from evals.results.activation_stats import write_stats
-from evals.results.provenance import Facts
-from evals.results.readout_tally import ReadoutTally
 from evals.results.results import (
     FOLDER,
     TRANSFER_FILE,
+    read_config,
     read_json,
     read_samples,
-    scored_earlier,
     write_dataset,
     write_json,
+    write_table,
     write_views,
 )
-from evals.results.table import write_table
 from evals.results.tally import ActivationTally, ConditionTally, ModeTally
 from evals.results.transfer import transfer, transferred_runs
 from evals.stats import covered, holm, paired_difference
@@ -32,16 +29,15 @@ NOT_PAIRED = f"no variant is compared with {CONTROL}, which was not among --vari
 Conditions = dict[tuple[Mode, str], ConditionTally]
 
 
-def conclude(directory: Path, incomplete: str | None, now: Config | None = None) -> dict[str, Any]:
-    """Writes all that is made of a run's samples, summary.json first and report.html last.
+def conclude(directory: Path, incomplete: str | None, base_url: str | None = None) -> dict[str, Any]:
+    """Writes all that is made of an evaluation's samples, summary.json first and report.html last.
 
-    Recorded activations are transferred first where the run asks for it and they are not all there.
+    Recorded activations are transferred first where the evaluation asks for it and they are not all there.
 
     Args:
         directory: the results, with config.json and samples.
-        incomplete: why the run ended early, if it did.
-        now: the options that say where the server with the activations is, and for how long it is waited for;
-            without them those of config.json.
+        incomplete: why the evaluation ended early, if it did.
+        base_url: of the server with the activations; without it that of config.json.
 
     Returns:
         the summary. Where the transfer failed, `incomplete` says why.
@@ -49,15 +45,12 @@ def conclude(directory: Path, incomplete: str | None, now: Config | None = None)
     Raises:
         EvalError: the directory holds no evaluation.
     """
-    summary = summarize(directory, incomplete)
-    config, recorded = Config.model_validate(summary["config"], context=STORED), summary["activations"]
+    summary, config = summarize(directory, incomplete), read_config(directory)
+    recorded = summary["activations"]
     if config.transfer_activations and recorded["runs"] and not incomplete:
-        now = now or config
         try:
             if not recorded["transferred"]:
-                # Where samples failed, another call is due anyway: a server that went away then has been waited for.
-                wait_s = 0.0 if summary["counts"]["failed"] else now.max_outage
-                transfer(directory, now.base_url, config.session_id, retries=now.retries, max_outage=wait_s)
+                transfer(directory, base_url or config.base_url, config.session_id)
             if lacking := _lacking(directory, config.session_id):
                 incomplete = f"{lacking} of {recorded['runs']} recorded runs are not on the server any more"
         except EvalError as error:
@@ -69,47 +62,38 @@ def conclude(directory: Path, incomplete: str | None, now: Config | None = None)
     write_dataset(directory)
     write_table(directory, list(config.rewards))
     write_views(directory)
-    if recorded:
-        write_stats(directory)
     write_report(directory)
     return summary
 
 
 def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
-    """All of summary.json: the same whether a run went through or was resumed.
+    """All of summary.json: the same whether an evaluation went through or was resumed.
 
     Args:
         directory: the results, with config.json and samples.
-        incomplete: why the run ended early, if it did.
+        incomplete: why the evaluation ended early, if it did.
 
     Raises:
         EvalError: the directory holds no evaluation, or one of an earlier version.
     """
-    facts = read_json(directory / "config.json")
-    config = Config.model_validate(facts["config"], context=STORED)
+    facts, config = read_json(directory / "config.json"), read_config(directory)
     conditions: Conditions = {
         (mode, variant): ConditionTally(config.rule) for mode in config.modes for variant in asked(config)
     }
     modes = {mode: ModeTally() for mode in config.modes}
-    activations = ActivationTally(config.session_id, config.tokens) if config.collect_activations else None
-    readouts = ReadoutTally(facts["readouts"]) if config.readouts else None
+    activations = ActivationTally(config.session_id) if config.collect_activations else None
     for sample in read_samples(directory):
-        if sample.correct is not None and sample.correct_normalized is None:
-            raise scored_earlier(directory)
         conditions[sample.mode, sample.variant].add(sample)
         modes[sample.mode].add(sample)
         if activations:
             activations.add(sample)
-        if readouts:
-            readouts.add(sample)
     counts = _counts(conditions, facts["dataset"]["problems"], config.epochs)
     return {
         "model": config.model,
         "dataset": config.dataset,
         "rule": config.rule,
-        "repeated": facts["dataset"].get("repeated", 0),
         "counts": counts,
-        "incomplete": "; ".join(_reasons(incomplete, counts["missing"], conditions, facts)) or None,
+        "incomplete": "; ".join(_reasons(incomplete, counts["missing"], conditions)) or None,
         "conditions": {
             f"{mode}.{variant}": {"mode": mode, "variant": variant} | tally.summary()
             for (mode, variant), tally in conditions.items()
@@ -119,20 +103,17 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         "sweep": _sweep(conditions, paired, config),
         "not_paired": None if CONTROL in config.variants else NOT_PAIRED,
         "activations": activations.summary() | {"transferred": _transferred(directory)} if activations else None,
-        "readouts": readouts.summary() if readouts else None,
         "config": facts["config"],
         "versions": facts["versions"],
         "times": _times(list(modes.values())),
     }
 
 
-def _reasons(incomplete: str | None, missing: int, conditions: Conditions, facts: Facts) -> list[str]:
+def _reasons(incomplete: str | None, missing: int, conditions: Conditions) -> list[str]:
     """Why an evaluation is not complete."""
     reasons = [incomplete] if incomplete else [f"{missing} samples are missing"] * bool(missing)
     if len(presets := sum((tally.presets for tally in conditions.values()), Counter[str]())) > 1:
         reasons.append(f"answers were made with several presets: {', '.join(sorted(presets))}")
-    if "interventions_after" in facts:
-        reasons.append("the server's default preset was changed meanwhile")
     if unrewarded := sum(tally.unrewarded for tally in conditions.values()):
         reasons.append(f"{unrewarded} answers have no reward")
     return reasons
@@ -177,7 +158,7 @@ def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config)
     if "scale" in config.sweep:
         scales = [*sorted({*config.sweep["scale"], *([0.0] if config.plain_at_zero else [])})]
     found = []
-    for mode, variant in product(config.modes, config.steered):
+    for mode, variant in product(config.modes, config.variants):
         names = {(cell.layer, cell.scale): cell.name for cell in cells(config) if cell.variant == variant}
         rows = []
         for layer in layers(config):

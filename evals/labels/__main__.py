@@ -7,41 +7,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from deployments.options import default_store
 from deployments.permissions import restrict
 from evals.config import EvalError
 from evals.labels import inspect_log, lm_eval
-from evals.labels.table import SPANS, joined, labelled
+from evals.labels.table import labelled
 
 NAME = "labels.parquet"
 
 
 def summary(table: pa.Table) -> str:
-    """A table of `table.labelled` in a few lines: what counts, what was left out, and which spans there are."""
-    facts = json.loads(table.schema.metadata[b"labels"])
-    right = pc.sum(table["correct"].cast(pa.int64())).as_py() or 0
-    groups = len(table["problem"].unique())
-    spans = [f"{name} {table.num_rows - table[f'span.{name}'].null_count}" for name in SPANS]
-    others = "" if facts["other_runs"] is None else f", {facts['other_runs']} runs of no sample that counts"
-    return "\n".join(
-        [
-            f"{table.num_rows} runs of {groups} problems, {right} of them correct by the {facts['rule']} rule",
-            f"left out: {facts['failed']} failed samples, {facts['without_run']} answers without a stored run, "
-            f"{facts['earlier_turns']} runs of earlier turns{others}",
-            f"spans: {', '.join(spans)}" + (f" ({facts['why_no_spans']})" if facts["why_no_spans"] else ""),
-        ]
-    )
-
-
-def counted(table: pa.Table) -> str:
-    """A table of another harness's log in a few lines: what counts, and what was left out."""
+    """A table of labels in a few lines: what counts, what was left out, and which spans there are."""
     facts = json.loads(table.schema.metadata[b"labels"])
     groups = len(table["problem"].unique())
     left = ", ".join(f"{count} {reason}" for reason, count in facts["left_out"].items())
-    return f"{table.num_rows} runs of {groups} problems; labels: {', '.join(facts['labels'])}\nleft out: {left}"
+    names = [name for name in table.column_names if name.startswith("span.")]
+    spans = ", ".join(f"{name.removeprefix('span.')} {table.num_rows - table[name].null_count}" for name in names)
+    why = f" ({facts['why_no_spans']})" if facts.get("why_no_spans") else ""
+    runs = f"{table.num_rows} runs of {groups} problems; labels: {', '.join(facts['labels'])}"
+    return f"{runs}\nleft out: {left}\nspans: {spans}{why}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,22 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the options; without it the process's own.
 
     Returns:
-        0; 2 where there are none, or what is to be joined to them does not fit.
+        0; 2 where there are none.
     """
     args = _parser().parse_args(argv)
     try:
         if args.inspect:
-            table, place, describe = inspect_log.labelled(args.inspect, turns=args.turns), args.inspect.parent, counted
+            table, place = inspect_log.labelled(args.inspect, turns=args.turns), args.inspect.parent
         elif args.lm_eval:
             if not args.session:
                 raise EvalError("--lm-eval needs --session, the session of its runs")
             store = args.store or Path(default_store())
-            table = lm_eval.labelled(args.lm_eval, args.session, store, args.model)
-            place, describe = args.lm_eval.parent, counted
+            table, place = lm_eval.labelled(args.lm_eval, args.session, store, args.model), args.lm_eval.parent
         else:
-            table, place, describe = labelled(args.results, turns=args.turns), args.results, summary
-        for path in args.labels:
-            table = joined(table, path)
+            table, place = labelled(args.results, turns=args.turns), args.results
         restrict(place)
         out: Path = args.out or place / NAME
         part = out.with_name(f"{out.name}.part")
@@ -75,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (EvalError, OSError) as error:
         print(f"evals.labels: {error}", file=sys.stderr)
         return 2
-    print(f"{describe(table)}\n{out}")
+    print(f"{summary(table)}\n{out}")
     return 0
 
 
@@ -95,13 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help=f"the Parquet file to write (by default {NAME} beside the input)")
     parser.add_argument(
         "--turns", choices=["last", "all"], default="last", help="which runs of a conversation with tools get a row"
-    )
-    parser.add_argument(
-        "--labels",
-        type=Path,
-        action="append",
-        default=[],
-        help="a csv, parquet or jsonl file with run_id; repeat it for several",
     )
     return parser
 

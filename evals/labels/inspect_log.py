@@ -1,8 +1,7 @@
 """Labels of the runs that a log of inspect_ai names: its scores, with the sample as the group."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import pyarrow as pa
 
 from evals.activations_meta import runs_of, why_not_stored
 from evals.config import EvalError
-from evals.labels.table import SPAN, Turns, stored
+from evals.labels.table import SPAN, Turns, stored, tabled
 
-GRADES = {"C": True, "I": False}
 COLUMNS = {
     **dict.fromkeys(("run_id", "session_id", "sample_id", "problem", "task"), pa.string()),
     **{"epoch": pa.int32(), "turn": pa.int32(), "last_turn": pa.bool_(), "uri": pa.string()},
@@ -42,34 +40,6 @@ def labelled(path: str | Path, *, turns: Turns = "last") -> pa.Table:
     if not rows:
         raise EvalError(f"{path} has no stored runs: run the task with --model vitrine/... and -M capture=...")
     return tabled(rows, COLUMNS, left)
-
-
-def tabled(rows: list[dict[str, Any]], columns: Mapping[str, pa.DataType], left: Mapping[str, int]) -> pa.Table:
-    """Rows as a table, with what they have beside some columns as labels, each of one type.
-
-    Args:
-        rows: by column.
-        columns: their types.
-        left: how many of what was left out.
-    """
-    labels = list(dict.fromkeys(name for row in rows for name in row if name not in columns))
-    arrays = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in columns.items()}
-    for name in labels:
-        arrays[name] = _label([row.get(name) for row in rows])
-    table = pa.table(arrays)
-    return table.replace_schema_metadata({"labels": json.dumps({"labels": labels, "left_out": left})})
-
-
-def _label(values: list[Any]) -> pa.Array:
-    if {value for value in values if isinstance(value, str)} <= GRADES.keys():
-        values = [GRADES.get(value, value) if isinstance(value, str) else value for value in values]
-    kinds = {type(value) for value in values if value is not None}
-    if kinds == {bool}:
-        return pa.array(values, pa.bool_())
-    if kinds <= {int, float}:
-        return pa.array(values, pa.float64())
-    texts = (value if isinstance(value, str | None) else json.dumps(value) for value in values)
-    return pa.array(texts, pa.string())
 
 
 def _samples(path: Path) -> Iterator[dict[str, Any]]:

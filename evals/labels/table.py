@@ -5,26 +5,28 @@ stored files   -> which of their tokens are the answer, the tool calls and the t
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
-import pyarrow.json
-import pyarrow.parquet as pq
 
 from evals.activations_meta import points_of, runs_of, tokens_of, why_not_stored
-from evals.config import STORED, Config, EvalError, some
+from evals.config import EvalError
 from evals.labels.spans import spans_of
-from evals.results.results import read_json, read_samples, scored_earlier
+from evals.results.results import read_config, read_samples
 from evals.results.transfer import files_of
 from evals.scoring import RULES, Rule
 from evals.task.trajectory import Sample
 
 SPAN = pa.list_(pa.int32(), 2)
-SPANS = ("prompt_last", "answer", "tool_calls", "tool_results", "end")
+COLUMNS = {
+    **dict.fromkeys(("run_id", "session_id", "sample_id", "problem", "mode", "variant"), pa.string()),
+    **{"epoch": pa.int32(), "turn": pa.int32(), "last_turn": pa.bool_(), "uri": pa.string()},
+    **{f"span.{name}": SPAN for name in ("prompt_last", "answer", "tool_calls", "tool_results", "end")},
+}
+LEFT_OUT = ("failed samples", "answers without a stored run", "runs of earlier turns")
+GRADES = {"C": True, "I": False}
 Turns = Literal["last", "all"]
 
 
@@ -43,82 +45,80 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
     of a conversation with tools has all turns before it in its prompt: it alone is there, unless `turns` is "all".
 
     Columns are `run_id`, `session_id`, `sample_id` and `problem` (one group), `mode`, `variant`, `epoch`, `turn`,
-    `last_turn`, `outcome`, `correct`, `correct_<rule>`, `reward.<name>`, `reward`, `uri` (of the run's file when it was
-    stored), and `span.<part>`: the part's first token and the one after its last, as positions in prompt + generated,
-    or null.
+    `last_turn`, `uri` (of the run's file when it was stored), `span.<part>` (the part's first token and the one after
+    its last, as positions in prompt + generated, or null), `outcome`, `correct`, `correct_<rule>`, `reward.<name>` and
+    `reward`.
 
     Args:
         results_dir: the results directory; it need not be finished.
         turns: "last" or "all".
 
     Returns:
-        The table. Its schema's metadata has under `labels`, as JSON, the rule, what was left out, and why spans are
-        null.
+        The table. Its schema's metadata has under `labels`, as JSON, the names of the labels, what was left out, the
+        rule, and why spans are null.
 
     Raises:
-        EvalError: the directory has no evaluation, one that recorded nothing, or one whose answers are not all scored
-            by this version.
+        EvalError: the directory has no evaluation, one that recorded nothing, or one that is being scored again.
     """
     directory = Path(results_dir)
-    config = Config.model_validate(read_json(directory / "config.json")["config"], context=STORED)
+    config = read_config(directory)
     if not config.collect_activations:
         raise EvalError(f"{directory} recorded no activations: run the evaluation with --collect-activations")
-    counts = dict.fromkeys(("samples", "failed", "without_run", "earlier_turns"), 0)
-    found = list(_labelled(directory, turns, counts))
-    why_no_spans, others = _read_spans(directory, found, config.rule)
-    facts = counts | {"rule": config.rule, "turns": turns, "other_runs": others, "why_no_spans": why_no_spans}
-    schema = _schema(list(config.rewards)).with_metadata({"labels": json.dumps(facts)})
-    return pa.Table.from_pylist([one.row for one in found], schema)
+    left = dict.fromkeys(LEFT_OUT, 0)
+    found = list(_labelled(directory, turns, left))
+    why_no_spans = _read_spans(directory, found, config.rule)
+    return tabled([one.row for one in found], COLUMNS, left, rule=config.rule, why_no_spans=why_no_spans)
 
 
-def joined(table: pa.Table, path: str | Path) -> pa.Table:
-    """The labels with the columns of a file that has a `run_id`, null for runs that are not in it.
+def tabled(
+    rows: list[dict[str, Any]], columns: Mapping[str, pa.DataType], left: Mapping[str, int], **facts: str | None
+) -> pa.Table:
+    """Rows as a table, with what they have beside some columns as labels, each of one type.
+
+    `C` and `I`, inspect_ai's grades, are true and false in a column without other texts.
 
     Args:
-        table: of `labelled`.
-        path: a .csv, .parquet or .jsonl file.
-
-    Raises:
-        EvalError: it cannot be read, names no `run_id`, one twice or one that is not in the table, or has a column that
-            the table has.
+        rows: by column.
+        columns: their types.
+        left: how many of what was left out.
+        facts: further ones for the metadata.
     """
-    path = Path(path)
-    other = _read(path)
-    ids = other["run_id"]
-    if repeated := [str(one["values"]) for one in pc.value_counts(ids).to_pylist() if one["counts"] > 1]:
-        raise EvalError(f"{path}: {len(repeated)} run ids are repeated: {some(repeated)}")
-    known = set(table["run_id"].to_pylist())
-    if unknown := [str(run_id) for run_id in ids.to_pylist() if run_id not in known]:
-        raise EvalError(f"{path}: {len(unknown)} of {len(ids)} run ids have no row in the labels: {some(unknown)}")
-    if taken := [name for name in other.column_names if name != "run_id" and name in table.column_names]:
-        raise EvalError(f"{path}: the labels have a column {', '.join(taken)} already: rename it")
-    rows = pc.index_in(table["run_id"], value_set=ids)
-    for name in other.column_names:
-        if name != "run_id":
-            table = table.append_column(name, other[name].take(rows))
-    return table
+    labels = list(dict.fromkeys(name for row in rows for name in row if name not in columns))
+    arrays = {name: pa.array([row.get(name) for row in rows], kind) for name, kind in columns.items()}
+    for name in labels:
+        arrays[name] = _label([row.get(name) for row in rows])
+    table = pa.table(arrays)
+    return table.replace_schema_metadata({"labels": json.dumps({"labels": labels, "left_out": left} | facts)})
 
 
-def _labelled(directory: Path, turns: Turns, counts: dict[str, int]) -> Iterator[_Labelled]:
-    """The runs that count, without what is read from stored files; counts the others in `counts`."""
+def _label(values: list[Any]) -> pa.Array:
+    if {value for value in values if isinstance(value, str)} <= GRADES.keys():
+        values = [GRADES.get(value, value) if isinstance(value, str) else value for value in values]
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {bool}:
+        return pa.array(values, pa.bool_())
+    if kinds <= {int, float}:
+        return pa.array(values, pa.float64())
+    return pa.array((value if isinstance(value, str | None) else json.dumps(value) for value in values), pa.string())
+
+
+def _labelled(directory: Path, turns: Turns, left: dict[str, int]) -> Iterator[_Labelled]:
+    """The runs that count, without what is read from stored files; counts the others in `left`."""
     for sample in read_samples(directory):
-        counts["samples"] += 1
         if sample.outcome == "failed":
-            counts["failed"] += 1
+            left["failed samples"] += 1
             continue
         if sample.correct is None:
             raise EvalError(
                 f"{directory} is being scored again: wait; if the scoring was interrupted, run evals.gsm8k --resume",
             )
-        if sample.correct_normalized is None:
-            raise scored_earlier(directory)
         last = len(sample.turns) - 1
         stored = [number for number, turn in enumerate(sample.turns) if why_not_stored(turn.activations) is None]
-        counts["without_run"] += last not in stored
+        left["answers without a stored run"] += last not in stored
         for number in stored:
             meta = sample.turns[number].activations or {}
             if number < last and turns == "last":
-                counts["earlier_turns"] += len(runs_of(meta))
+                left["runs of earlier turns"] += len(runs_of(meta))
                 continue
             for run in runs_of(meta):
                 yield _Labelled(_row(sample, number, str(meta.get("session_id")), run), sample, number)
@@ -150,24 +150,11 @@ def stored(session_id: str, run: dict[str, Any], prompt_tokens: int = 0) -> dict
     }
 
 
-def _schema(rewards: Sequence[str]) -> pa.Schema:
-    texts = ("run_id", "session_id", "sample_id", "problem", "mode", "variant")
-    return pa.schema(
-        [(name, pa.string()) for name in texts]
-        + [("epoch", pa.int32()), ("turn", pa.int32()), ("last_turn", pa.bool_())]
-        + [("outcome", pa.string()), ("correct", pa.bool_())]
-        + [(f"correct_{rule}", pa.bool_()) for rule in RULES]
-        + [(f"reward.{name}", pa.float64()) for name in rewards]
-        + [("reward", pa.float64()), ("uri", pa.string())]
-        + [(f"span.{name}", SPAN) for name in SPANS]
-    )
-
-
-def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> tuple[str | None, int | None]:
-    """Writes into the rows the spans that stored files say; why not, and how many other runs their session has."""
+def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> str | None:
+    """Writes into the rows the spans that stored files say; gives the reason where some are not known."""
     first = next((one.row for one in found if one.row["uri"]), None)
     if first is None:
-        return "no answer says where its activations are stored", None
+        return "no answer says where its activations are stored"
     try:
         folder = files_of(directory, first["session_id"], first["uri"])
         from deployments.activations.reader.sources import segments
@@ -175,7 +162,7 @@ def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> tupl
 
         places = {run.facts.run_id: (file, run.offset) for file in segments(folder) for run in whole_runs(file)}
     except (OSError, ValueError) as error:
-        return str(error), None
+        return str(error)
     without_text = 0
     for row, sample, turn in found:
         if row["run_id"] not in places:
@@ -183,33 +170,7 @@ def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> tupl
         run = next(whole_runs(*places[row["run_id"]]))
         without_text += run.facts.text is None
         row |= {f"span.{name}": span for name, span in spans_of(run, sample, turn, rule).items()}
-    ours = {run["run_id"] for sample in read_samples(directory) for run in sample.runs if sample.correct is not None}
     lacking = sum(one.row["run_id"] not in places for one in found)
     reasons = [f"{lacking} runs are not in {folder}"] * bool(lacking)
     reasons += [f"{without_text} runs were stored without their text"] * bool(without_text)
-    return "; ".join(reasons) or None, len(places.keys() - ours)
-
-
-def _read(path: Path) -> pa.Table:
-    """A table with a column `run_id` of text.
-
-    Raises:
-        EvalError: there is none.
-    """
-    readers = {
-        ".csv": lambda: pyarrow.csv.read_csv(
-            path, convert_options=pyarrow.csv.ConvertOptions(column_types={"run_id": pa.string()})
-        ),
-        ".parquet": lambda: pq.read_table(path),
-        ".jsonl": lambda: pyarrow.json.read_json(path),
-    }
-    if path.suffix not in readers:
-        raise EvalError(f"{path}: labels are a {', '.join(readers)} file")
-    try:
-        table = readers[path.suffix]()
-        names = table.column_names
-        if names.count("run_id") != 1:
-            raise EvalError(f"{path} has no column run_id; it has {', '.join(names)}")
-        return table.set_column(names.index("run_id"), "run_id", table["run_id"].cast(pa.string()))
-    except (OSError, pa.ArrowException) as error:
-        raise EvalError(f"{path} cannot be read: {error}") from error
+    return "; ".join(reasons) or None

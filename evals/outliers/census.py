@@ -22,9 +22,9 @@ from deployments.activations.segments.schema import point_types, segment_facts
 from deployments.activations.segments.segments import whole_runs
 from deployments.points.names import recorded
 from evals.config import EvalError, some
-from evals.results.activation_stats import LAYER
 
 Record = dict[str, Any]
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)")  # of a point's or a module's name
 MOST_SHOWN = 64  # features of the map
 BATCH_BYTES = 32 << 20  # of rows in memory at once, in the dtype that was stored
 # What attention's first projections and the MLP's read, by canonical names or the projections' own.

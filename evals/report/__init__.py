@@ -1,4 +1,4 @@
-"""`python -m evals.report DIR`: one page, report.html, and the parts that other pages share.
+"""`python -m evals.report DIR [DIR ...]`: the page and the text of an evaluation, beside others where they are named.
 
-Templates are in `pages/`.
+Templates, also those of other pages, are in `pages/`.
 """

@@ -2,9 +2,7 @@
 
 import base64
 import gzip
-import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +17,6 @@ ROWS = 2000  # samples of a block of the table
 STEPS_BYTES = 128 << 10  # of trajectories, uncompressed, that are opened together
 MAX_TRAJECTORY = 1 << 20  # bytes of a trajectory that is still in the page
 QUESTION = 120  # characters of it that the table has
-RATIO = 2  # how much smaller trajectories are in the page than in their files, at least
 COLUMNS = ["id", "mode", "variant", "epoch", "outcome", "gold", *RULES, "reward", "turns", "tool_calls"]
 COLUMNS += ["prompt_tokens", "completion_tokens", "latency_s", "question"]
 DETAILS = ("question", "error", "finish_reason", "session_id", "run_ids")
@@ -34,16 +31,14 @@ class Block(NamedTuple):
 
 
 def blocks(directory: Path, embed_bytes: int) -> Iterator[Block]:
-    """All samples, and the trajectories of as many problems as fit, each of these in all of its conditions.
+    """All samples, and the trajectories of the first ones, in the order of their problems' ids, as many as fit.
 
-    Which problems these are follows from their ids. In a table `block` is the number of the steps' block that has
-    the sample's trajectory, or null.
+    In a table `block` is the number of the steps' block that has the sample's trajectory, or null.
 
     Args:
         directory: the results, with samples.parquet and trajectories.
         embed_bytes: about the most that trajectories take in the page.
     """
-    share = _share(directory / TRAJECTORIES, embed_bytes)
     number, left = 0, embed_bytes
     with pq.ParquetFile(directory / "samples.parquet") as file:
         rewards = [name for name in file.schema_arrow.names if name.startswith("reward_")]
@@ -52,36 +47,17 @@ def blocks(directory: Path, embed_bytes: int) -> Iterator[Block]:
             rows = batch.to_pylist()
             held: dict[str, Any] = {}
             size = 0
-            for row in rows:
-                row["block"] = None
-                if left <= 0 or _place(row["id"]) >= share:
-                    continue
+            for place, row in enumerate(rows, 1):
                 key = sample_key(row["id"], row["mode"], row["variant"], row["epoch"])
-                text = _read(directory / TRAJECTORIES / f"{key}.jsonl")
-                if text is None:
-                    continue
-                row["block"] = number
-                held[key] = _detail(row, text, rewards)
-                size += len(text)
-                if size >= STEPS_BYTES:
+                text = _read(directory / TRAJECTORIES / f"{key}.jsonl") if left > 0 else None
+                row["block"] = None if text is None else number
+                if text is not None:
+                    held[key] = _detail(row, text, rewards)
+                    size += len(text)
+                if held and (size >= STEPS_BYTES or place == len(rows)):
                     yield (block := _block("steps", number, held))
                     number, left, held, size = number + 1, left - len(block.text), {}, 0
-            if held:
-                yield (block := _block("steps", number, held))
-                number, left = number + 1, left - len(block.text)
             yield _block("table", table, _columns(rows))
-
-
-def _share(folder: Path, embed_bytes: int) -> float:
-    """The share of problems whose trajectories fit."""
-    with os.scandir(folder) as entries:
-        total = sum(entry.stat().st_size for entry in entries)
-    return min(1.0, RATIO * embed_bytes / total) if total else 1.0
-
-
-def _place(problem: str) -> float:
-    """Where a problem stands between 0 and 1."""
-    return int.from_bytes(hashlib.sha256(problem.encode()).digest()[:6]) / (1 << 48)
 
 
 def _read(path: Path) -> str | None:
@@ -94,20 +70,8 @@ def _read(path: Path) -> str | None:
 def _detail(row: dict[str, Any], text: str, rewards: list[str]) -> dict[str, Any]:
     found = {name: row[name] for name in DETAILS}
     found["rewards"] = {name.removeprefix("reward_"): row[name] for name in rewards}
-    found["steps"] = [_shortened(json.loads(line)) for line in text.rstrip("\n").split("\n")]  # no other line break
+    found["steps"] = [json.loads(line) for line in text.rstrip("\n").split("\n")]  # no other line break
     return found
-
-
-def _shortened(step: dict[str, Any]) -> dict[str, Any]:
-    """A step with as many digits of readouts' values as the page shows."""
-    readouts = step.get("readouts")
-    if not readouts:
-        return step
-    values = {
-        name: [[None if value is None else float(f"{value:.4g}") for value in row] for row in rows]
-        for name, rows in readouts["values"].items()
-    }
-    return step | {"readouts": readouts | {"values": values}}
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -1,30 +1,63 @@
-"""The results directory: what is written while a run goes on, and how it is read back.
+"""The results directory: what is written while an evaluation goes on, and how it is read back.
 
-`samples/` is the truth; dataset.jsonl, trajectories, agent states, the Parquet file and the summary are made of it.
-While a run goes on, a sample costs its own file and a line of the dataset, no more: the model may need the same cores.
+Everything else is made of `samples/`: dataset.jsonl, trajectories, agent states, samples.parquet and the summary. While
+an evaluation goes on, a sample costs its own file and a line of the dataset: the model may need the same cores.
 """
 
 import json
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from evals.activations_meta import is_lost
-from evals.config import EvalError
-from evals.results.provenance import Facts, differences, resumed
+from evals.config import Config, EvalError
+from evals.results.provenance import Facts, differences
+from evals.scoring import RULES
 from evals.task.records import agent_state, dataset_row, trajectory
-from evals.task.trajectory import UNSCORED, Problem, Sample, failed
+from evals.task.trajectory import UNSCORED, Sample
 
 FOLDER = "activations"  # below it one for each session
 TRANSFER_FILE = "transferred.json"  # in it, once all of the session is there: what `transfer` returns
 SAMPLES, TRAJECTORIES, STATES = "samples", "trajectories", "agent_states"
-logger = logging.getLogger(__name__)
+ROWS = 1000  # of samples.parquet, written at once
+TEXTS, TIME = pa.list_(pa.string()), pa.timestamp("us", tz="UTC")
+COLUMNS = {
+    "id": pa.string(),
+    "mode": pa.string(),
+    "variant": pa.string(),
+    "epoch": pa.int32(),
+    "question": pa.string(),
+    "gold": pa.string(),
+    "completion": pa.string(),
+    "reasoning": pa.string(),
+    **{rule: pa.string() for rule in RULES},
+    "correct": pa.bool_(),
+    **{f"correct_{rule}": pa.bool_() for rule in RULES},
+    "outcome": pa.string(),
+    "finish_reason": pa.string(),
+    "turn_limit": pa.bool_(),
+    "error": pa.string(),
+    "turns": pa.int32(),
+    "tool_calls": pa.int32(),
+    "prompt_tokens": pa.int64(),
+    "completion_tokens": pa.int64(),
+    "reasoning_tokens": pa.int64(),
+    "latency_s": pa.float64(),
+    "started": TIME,
+    "ended": TIME,
+    "reward": pa.float64(),
+    "session_id": pa.string(),
+    "run_ids": TEXTS,
+    "activation_uris": TEXTS,
+}
 
 
 class Results(AbstractContextManager["Results"]):
@@ -57,43 +90,31 @@ class Results(AbstractContextManager["Results"]):
         return cls(directory)
 
     @classmethod
-    def resume(
-        cls,
-        directory: Path,
-        facts: Facts,
-        score: Callable[[Sample], Sample] = lambda sample: sample,
-        ids: Sequence[str] = (),
-    ) -> Self:
-        """An earlier run's directory; what failed, also in being stored, or cannot be read is asked again.
-
-        So is what was late, where the time limit is longer now.
+    def resume(cls, directory: Path, facts: Facts, score: Callable[[Sample], Sample] = lambda sample: sample) -> Self:
+        """An earlier evaluation's directory; what failed, also in being stored, is asked again.
 
         Args:
-            directory: the run's.
-            facts: of the run as it is to go on.
-            score: scores and rewards an answered sample as the run goes on.
-            ids: of the problems, in order.
+            directory: the evaluation's.
+            facts: of the evaluation as it is to go on.
+            score: scores and rewards an answered sample as the evaluation goes on.
 
         Raises:
-            EvalError: the run asked otherwise; the text names what differs.
+            EvalError: it asked otherwise; the text names what differs.
         """
         earlier = read_json(directory / "config.json")
-        if differing := differences(earlier, facts, ids):
+        if differing := differences(earlier, facts):
             raise EvalError(f"--resume: {directory} was made with different {', '.join(differing)}")
-        _set_broken_aside(directory)
-        if facts["config"]["timeout"] > earlier["config"]["timeout"]:
-            _forget_late(directory)  # before config.json has the longer one: this call may be killed
         again = set()
         for sample in read_samples(directory):
             if sample.outcome == "failed" or any(is_lost(turn.activations) for turn in sample.turns):
                 again.add(sample.key)
             if score(sample) != sample:  # interrupted here, it has no score, and none that is of others' kind
                 _write(directory, sample.model_copy(update=UNSCORED))
-        write_json(directory / "config.json", resumed(earlier, facts))
+        write_json(directory / "config.json", earlier | {name: facts[name] for name in ("config", "dataset")})
         for sample in read_samples(directory):
             if sample.reward is None and sample.outcome != "failed":
                 _write(directory, score(sample))
-        write_dataset(directory, again)  # a killed run may have left half a line
+        write_dataset(directory, again)  # a killed evaluation may have left half a line
         return cls(directory, again)
 
     def __exit__(self, *_: object) -> None:
@@ -113,13 +134,6 @@ class Results(AbstractContextManager["Results"]):
         _write(self.directory, sample)
         self._lines.write(_line(dataset_row(sample)))
         self._lines.flush()
-
-    def note_preset(self, default: Facts | None) -> None:
-        """Writes into config.json the server's default preset after the answers, where it is another than before."""
-        path = self.directory / "config.json"
-        facts = read_json(path)
-        if default is not None and default != facts.get("interventions"):  # None: the server does not say it
-            write_json(path, facts | {"interventions_after": default})
 
 
 def check_new(directory: Path) -> None:
@@ -143,25 +157,6 @@ def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:
         yield _read(directory / SAMPLES / name)
 
 
-def _set_broken_aside(directory: Path) -> None:
-    """Renames files that hold no whole sample, as a power cut may leave them: these samples are asked again."""
-    for path in (directory / SAMPLES).glob("*.json"):
-        try:
-            _read(path)
-        except EvalError as error:
-            if isinstance(error.__cause__, OSError):
-                raise
-            logger.warning("%s: its sample is asked again", path.replace(path.with_suffix(".broken")))
-
-
-def _forget_late(directory: Path) -> None:
-    """Makes late samples failed ones, which are asked again."""
-    for sample in read_samples(directory):
-        if sample.outcome == "timed_out":
-            problem = Problem(sample.id, sample.question, sample.gold)
-            _write(directory, failed(problem, sample.mode, sample.variant, str(sample.error), sample.epoch))
-
-
 def write_dataset(directory: Path, without: Set[str] = frozenset()) -> None:
     """Writes dataset.jsonl anew, of all samples that are there, in the order of their names, but for some keys."""
     part = directory / "dataset.part"
@@ -177,6 +172,34 @@ def write_views(directory: Path) -> None:
         steps = "".join(map(_line, trajectory(sample)))
         write_whole(directory / TRAJECTORIES / f"{sample.key}.jsonl", steps)
         write_json(directory / STATES / f"{sample.key}.json", agent_state(sample))
+
+
+def write_table(directory: Path, rewards: list[str]) -> None:
+    """Writes samples.parquet, a row a sample, of all samples that are there, whole or not at all.
+
+    Args:
+        directory: the results.
+        rewards: their names; each is a column `reward_<name>`.
+    """
+    schema = pa.schema({**COLUMNS, **{f"reward_{name}": pa.float64() for name in rewards}})
+    part = directory / "samples.part"
+    samples = read_samples(directory)
+    with pq.ParquetWriter(part, schema) as writer:
+        while rows := [_row(sample) for sample in islice(samples, ROWS)]:
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+    part.replace(directory / "samples.parquet")
+
+
+def read_config(directory: Path) -> Config:
+    """The options of the evaluation in a results directory.
+
+    Raises:
+        EvalError: there is none, or one of an earlier version.
+    """
+    try:
+        return Config.model_validate(read_json(directory / "config.json")["config"])
+    except (LookupError, TypeError, ValidationError) as error:
+        raise EvalError(f"{directory / 'config.json'} has no options of this version: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -204,14 +227,6 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def scored_earlier(directory: Path) -> EvalError:
-    """Why the scores of a directory are not used: they are not by today's rules."""
-    return EvalError(
-        f"{directory} was scored by an earlier version: where config.json has the same version of Vitrine, evals.gsm8k "
-        "--resume scores its answers anew; otherwise run the evaluation again"
-    )
-
-
 def _read(path: Path) -> Sample:
     try:
         return Sample.model_validate_json(path.read_bytes())
@@ -221,7 +236,17 @@ def _read(path: Path) -> Sample:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         reason = f"{where}: {first['msg']}" if where else first["msg"]
-        raise EvalError(f"{path} cannot be read: {reason}; evals.gsm8k --resume asks such a sample again") from error
+        raise EvalError(
+            f"{path} cannot be read: {reason}; delete it, and --resume asks for the sample again"
+        ) from error
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    row = dataset_row(sample)
+    micros = {name: round(row[name] * 1e6) for name in ("started", "ended")}
+    rewards = {f"reward_{name}": value for name, value in sample.rewards.items()}
+    thought = {"reasoning": sample.reasoning, "reasoning_tokens": sum(turn.reasoning_tokens for turn in sample.turns)}
+    return {**row, **row["usage"], **micros, **rewards, **thought}
 
 
 def _write(directory: Path, sample: Sample) -> None:

@@ -3,16 +3,14 @@
 from array import array
 from collections import Counter, defaultdict
 from decimal import Decimal
-from itertools import combinations
 from typing import Any
 
-from evals.activations_meta import item_bytes, points_of, runs_of, shape_of, tokens_of, values_of, why_not_stored
+from evals.activations_meta import bytes_of, points_of, runs_of, tokens_of, why_not_stored
 from evals.scoring import RULES, SCORING, Rule
 from evals.stats import clustered, covered, pass_at, proportion, quantiles
 from evals.task.trajectory import TIMEOUT, Outcome, Sample
 
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "invalid", "truncated", "timed_out", "turn_limit", "failed")
-PAIRS = tuple(combinations(RULES, 2))
 MOST_REASONS = 20  # that are listed one by one
 OTHER = "other reasons"
 Vote = tuple[str | Decimal | None, bool]  # an answer's value, None without one, and whether it is correct
@@ -36,7 +34,6 @@ class ConditionTally:
         self._right: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by rule and problem
         self._votes: defaultdict[str, Counter[Vote]] = defaultdict(Counter)
         self._first: defaultdict[str, dict[Vote, int]] = defaultdict(dict)  # the epoch that first had the vote
-        self._agreement: Counter[str] = Counter()
         self._latencies = array("d")  # seconds
         self._tokens = array("l")
         self._rewards: defaultdict[str, float] = defaultdict(float)
@@ -64,7 +61,6 @@ class ConditionTally:
         self._votes[sample.id][vote, sample.correct] += 1
         first = self._first[sample.id]
         first[vote, sample.correct] = min(sample.epoch, first.get((vote, sample.correct), sample.epoch))
-        self._agreement.update(pair_name(a, b) for a, b in PAIRS if sample.correct_by(a) == sample.correct_by(b))
         self._counts.update(
             answered=1,
             thought=bool(sample.reasoning),
@@ -88,7 +84,6 @@ class ConditionTally:
         return {
             **{rule: clustered([self._right[rule][i] for i in self.correct], of) for rule in RULES},
             "epochs": self._epochs(of),
-            "agreement": {pair_name(a, b): self._agreement[pair_name(a, b)] for a, b in PAIRS},
             "samples": self.outcomes.total(),
             "failed": self.outcomes["failed"],
             **{kind: self._counts[kind] for kind in ("invalid", "truncated", "timed_out", "turn_limit")},
@@ -134,11 +129,6 @@ def unswept(summary: dict[str, Any]) -> dict[str, Any]:
     return {key: condition for key, condition in summary["conditions"].items() if key not in steered}
 
 
-def pair_name(a: Rule, b: Rule) -> str:
-    """What a pair of rules is called in summary.json, whichever is named first."""
-    return ", ".join(sorted((a, b), key=RULES.index))
-
-
 class ModeTally:
     """When the samples of one mode ran, and what they made."""
 
@@ -166,22 +156,20 @@ class ModeTally:
 class ActivationTally:
     """What was recorded, by the server's own answers."""
 
-    def __init__(self, session_id: str, tokens: str) -> None:
+    def __init__(self, session_id: str) -> None:
         """Initializes all counts at 0.
 
         Args:
             session_id: of the runs.
-            tokens: which were recorded, as the option says it.
         """
         self._session_id = session_id
-        self._of_prompts = tokens.startswith("prompt")
         self._counts: Counter[str] = Counter()
         self._statuses: Counter[str] = Counter()
         self._why: Counter[str] = Counter()
         self._points: set[str] = set()
         self._files: set[str] = set()
         self._example: dict[str, str] | None = None
-        self._unsized: str | None = None
+        self._bytes: int | None = 0
 
     def add(self, sample: Sample) -> None:
         """Counts the runs of one sample."""
@@ -195,19 +183,14 @@ class ActivationTally:
                 self._add_run(run)
 
     def _add_run(self, run: dict[str, Any]) -> None:
-        tokens = tokens_of(run)
-        self._counts += Counter(runs=1, tokens=tokens)
+        self._counts += Counter(runs=1, tokens=tokens_of(run))
         for name, at in points_of(run).items():
             self._points.add(name)
             if isinstance(uri := at.get("uri"), str):
                 self._files.add(uri)
                 self._example = self._example or {"uri": uri, "run_id": run["run_id"], "point": name}
-            try:
-                shape = shape_of(at)
-                seen = run.get("prompt_tokens", shape[0]) if self._of_prompts else tokens
-                self._counts["bytes"] += values_of(shape, seen or 0) * item_bytes(at)
-            except ValueError as error:
-                self._unsized = self._unsized or f"{name} of {run['run_id']}: {error}"
+            size = bytes_of(at)
+            self._bytes = None if self._bytes is None or size is None else self._bytes + size
 
     def summary(self) -> dict[str, Any]:
         """The activations' part of summary.json; bytes are of the tensors, without the files' own framing."""
@@ -216,8 +199,7 @@ class ActivationTally:
             "points": sorted(self._points),
             "runs": self._counts["runs"],
             "tokens": self._counts["tokens"],
-            "bytes": None if self._unsized else self._counts["bytes"],
-            "bytes_why_not": self._unsized,
+            "bytes": self._bytes,
             "where": sorted({uri.rpartition("/")[0] for uri in self._files}),
             "files": len(self._files),
             "answers": self._statuses.total(),

@@ -148,14 +148,6 @@ class ChatClient:
         """
         return _object(await self._send("GET", path, params=params))
 
-    async def delete(self, path: str) -> None:
-        """Deletes what a route below `/v1` names.
-
-        Raises:
-            RequestFailed: as of `chat`.
-        """
-        await self._send("DELETE", path)
-
     async def file_bytes(self, path: str, first: int, end: int, **params: Any) -> AsyncIterator[bytes]:
         """The bytes of a file from `first` to before `end` or to its end, in parts.
 

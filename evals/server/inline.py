@@ -34,10 +34,10 @@ async def sampled_values(client: ChatClient, metas: Sequence[Record | None], val
         values: the most numbers of a point.
 
     Returns:
-        By run id and point `{"format": "sampled", "shape", "dtype", "data", "sample_info"}`. `data` has a row for
-        each of `sample_info.positions` (tokens of prompt + generated), in it a number for each of
+        By run id and point `{"format": "sampled_tensor", "shape", "dtype", "data", "sample_info"}`. `data` has a row
+        for each of `sample_info.positions` (tokens of prompt + generated), in it a number for each of
         `sample_info.dimensions` (of the token's value, flattened); null is a number that is not finite. Where
-        there is nothing to give, `{"format": "sampled", "error"}`. A run that is not there is `{"error"}`; where
+        there is nothing to give, `{"format": "sampled_tensor", "error"}`. A run that is not there is `{"error"}`; where
         the answer names none, it is called `turn-<number>`.
     """
     found: dict[str, Record] = {}
@@ -78,7 +78,7 @@ async def _of_run(client: ChatClient, run: Record, entry: Record, values: int) -
             try:
                 found[name] = _sample(columns[name], columns["position"], dtypes[name], run["run_id"], values)
             except UNREADABLE as error:
-                found[name] = {"format": "sampled", "error": f"{type(error).__name__}: {error}"}
+                found[name] = {"format": "sampled_tensor", "error": f"{type(error).__name__}: {error}"}
     return found
 
 
@@ -95,7 +95,7 @@ def _sample(tensor: np.ndarray, positions: np.ndarray, dtype: str, run_id: str, 
     column = np.sort(draw.choice(width, across, replace=False))
     picked = rows[np.ix_(row, column)].astype(np.float64)
     return {
-        "format": "sampled",
+        "format": "sampled_tensor",
         "shape": list(tensor.shape),
         "dtype": dtype,
         "data": [[number if math.isfinite(number) else None for number in line] for line in picked.tolist()],

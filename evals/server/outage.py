@@ -61,5 +61,5 @@ class Outage:
         Args:
             reason: what was met last.
         """
-        waited = f"no usable answer for {self.seconds:.0f} s (--max-outage {self.limit_s:g})"
+        waited = f"no usable answer for {self.seconds:.0f} s (max_outage {self.limit_s:g})"
         return f"{reason}; {waited}: --resume goes on when the server is back"

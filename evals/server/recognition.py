@@ -69,7 +69,7 @@ def check_asked(found: FoundServer, base_url: str, model: str) -> None:
         raise EvalError(f"{base_url} serves {there}, not {model}; {HINT}")
 
 
-HINT = "--fresh restarts a server that --serve started; or give another --base-url"
+HINT = "stop it, or give another --base-url"
 
 
 def _is_vacant(client: httpx.Client) -> bool:

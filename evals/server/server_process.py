@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import psutil
 import ray
@@ -17,11 +17,11 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from deployments.options import Options
 from evals.config import Config, EvalError
 from evals.server.recognition import FoundServer, NotReady, check_asked, look
-from evals.server.server_record import Record, place_of, read_record, record_path
+from evals.server.server_record import place_of, read_record, record_path
 
 HOST = "serve_app.hosting"  # a program: the evaluator itself reaches the server only over HTTP
 LOG = "server.log"
-START_S = 600.0  # the longest that a server may take to start unless --wait-healthy says
+START_S = 600.0  # the longest that a server may take to start
 STOP_S = 120.0  # the longest that one may take to end what runs
 LINES = 20  # of the log, where something failed
 
@@ -39,8 +39,7 @@ def serving(config: Config) -> Iterator[Config]:
         yield config
         return
     config = _with_place(config)
-    limit_s = config.wait_healthy or START_S
-    if _use(config, limit_s):
+    if _use(config):
         with _joined(config):
             yield config
         return
@@ -48,7 +47,7 @@ def serving(config: Config) -> Iterator[Config]:
     is_healthy = stays = False
     try:
         began = time.monotonic()
-        wait(config, limit_s, config.served.served_name, process)
+        wait(config, START_S, config.served.served_name, process)
         _say(f"healthy after {time.monotonic() - began:.0f} s")
         is_healthy = True
         stays = config.keep_running
@@ -67,15 +66,12 @@ def serving(config: Config) -> Iterator[Config]:
         process.stdin.close()
 
 
-def _use(config: Config, limit_s: float) -> bool:
+def _use(config: Config) -> bool:
     """Whether a server is there that is the one asked for; waits until its model is loaded."""
-    found = wait(config, limit_s)
+    found = wait(config, START_S)
     if found is None:
         return False
     record = read_record(config.base_url, _say)
-    if config.fresh:
-        _restart(config.base_url, record)
-        return False
     check_asked(found, config.base_url, config.served.served_name)
     if record is None and config.server_options:
         raise EvalError(
@@ -83,21 +79,10 @@ def _use(config: Config, limit_s: float) -> bool:
             "leave --server-option out to use it as it is, or give another --base-url"
         )
     if record is not None and (differing := _differing(record.options, config.served)):
-        raise EvalError(f"{config.base_url} was started with other options: {differing}; use --fresh to restart it")
-    wait(config, limit_s, config.served.served_name)
+        raise EvalError(f"{config.base_url} was started with other options: {differing}; stop it: kill {record.pid}")
+    wait(config, START_S, config.served.served_name)
     _say(f"using the server at {config.base_url}: Vitrine {found.version} with {config.serve}")
     return True
-
-
-def _restart(base_url: str, record: Record | None) -> None:
-    if record is None:
-        raise EvalError(
-            f"the server at {base_url} was not started by --serve, so --fresh cannot stop it; "
-            "stop it where it was started, or give another --base-url"
-        )
-    _say(f"stopping the server at {base_url}")
-    with suppress(psutil.NoSuchProcess):  # it has ended since
-        _end(psutil.Process(record.pid))
 
 
 def _start(config: Config) -> subprocess.Popen[str]:

@@ -5,50 +5,36 @@ from pathlib import Path
 
 from evals.config import HUB_DATASET, Config, EvalError
 from evals.task.problems import locate, read_rows
-from evals.task.prompts import Example, FewShot
+from evals.task.prompts import Example
 
 SHIPPED = Path(__file__).parents[1] / "few_shot.jsonl"
 
 
-def load_few_shot(config: Config, asked: Container[str]) -> FewShot | None:
-    """The examples of a run: the first of their file, in its order, that are not among the problems.
+def load_few_shot(config: Config, asked: Container[str]) -> list[Example]:
+    """The examples of an evaluation, in their file's order, without those that are among the problems.
+
+    All of the file that `few_shot` names; else as many as it says, of the train split of `openai/gsm8k` with that
+    dataset, or of the examples that ship.
 
     Args:
-        config: how many, and of which file.
-        asked: ids of the problems of the run.
+        config: how many, or of which file.
+        asked: ids of the problems.
 
     Raises:
         EvalError: no such file, another format, or too few examples in it.
     """
     if not config.few_shot:
-        return None
-    path, source = examples_file(config)
+        return []
+    if isinstance(config.few_shot, str):
+        path, most = locate(config.few_shot, option="--few-shot"), None
+    else:
+        path = locate(HUB_DATASET, "train") if config.dataset == HUB_DATASET else SHIPPED
+        most = config.few_shot
     examples: dict[str, Example] = {}
     for problem, answer, _ in read_rows(path):
-        if problem.id in asked or problem.id in examples:
-            continue
-        examples[problem.id] = Example(problem.id, problem.question, answer)
-        if len(examples) == config.few_shot:
-            return FewShot(source, tuple(examples.values()))
-    raise EvalError(
-        f"--few-shot {config.few_shot}: {path} has only {len(examples)} examples that are not among the problems",
-    )
-
-
-def examples_file(config: Config) -> tuple[Path, str]:
-    """The file of the examples, and what it is called in config.json.
-
-    `--few-shot-file`; else the train split of the dataset (of a file `test.jsonl`, the `train.jsonl` beside it);
-    else the examples that ship.
-    """
-    if config.few_shot_file:
-        path = locate(str(config.few_shot_file), "test", option="--few-shot-file")
-        return path, str(path)
-    if config.dataset == HUB_DATASET:
-        return locate(HUB_DATASET, "train"), f"{HUB_DATASET}, split train"
-    if config.dataset != "demo":
-        test = locate(config.dataset, config.split)
-        train = test.with_stem("train")
-        if test.stem == "test" and train.is_file():
-            return train, str(train)
-    return SHIPPED, f"evals/{SHIPPED.name}"
+        if problem.id not in asked and len(examples) != most:
+            examples.setdefault(problem.id, Example(problem.id, problem.question, answer))
+    if len(examples) < (most or 1):
+        many = f"only {len(examples)} examples that are not among the problems"
+        raise EvalError(f"--few-shot {config.few_shot}: {path} has {many}")
+    return [*examples.values()]

@@ -3,7 +3,6 @@
 import hashlib
 import heapq
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -23,18 +22,6 @@ SCHEMA = pa.schema([(name, pa.string()) for name in Problem._fields])
 BATCH = 1000  # problems
 
 
-class ChosenProblems(NamedTuple):
-    """What is asked of a dataset.
-
-    Attributes:
-        problems: rows of `Problem`.
-        repeated: rows of those that were read that have the question of an earlier one; each question is asked once.
-    """
-
-    problems: pa.Table
-    repeated: int
-
-
 class ProblemRow(NamedTuple):
     """A row of a file in GSM8K's format: the problem, the whole answer that its gold ends, and `line 7` or `row 7`."""
 
@@ -43,8 +30,8 @@ class ProblemRow(NamedTuple):
     place: str
 
 
-def load_problems(config: Config) -> ChosenProblems:
-    """The problems of a run: all, the first `samples`, or `samples` chosen by `seed`.
+def load_problems(config: Config) -> pa.Table:
+    """The problems of an evaluation, rows of `Problem`: all, the first `samples`, or `samples` chosen by `seed`.
 
     The choice hangs on the seed and the problems alone, not on the file's order, and 20 of a seed are among
     its 50.
@@ -52,9 +39,8 @@ def load_problems(config: Config) -> ChosenProblems:
     Raises:
         EvalError: no such file, not GSM8K's format, or no problems.
     """
-    path = locate(config.dataset, config.split)
-    counts = Counter[str]()
-    problems: Iterable[Problem] = _distinct(path, counts)
+    path = locate(config.dataset)
+    problems: Iterable[Problem] = _distinct(path)
     if config.seed is None:
         problems = islice(problems, config.samples)
     elif config.samples is None:
@@ -64,10 +50,10 @@ def load_problems(config: Config) -> ChosenProblems:
     table = pa.Table.from_pylist([problem._asdict() for problem in problems], SCHEMA)
     if not table.num_rows:
         raise EvalError(f"{path} has no problems")
-    return ChosenProblems(table, counts["repeated"])
+    return table
 
 
-def locate(dataset: str, split: str, *, option: str = "--dataset") -> Path:
+def locate(dataset: str, split: str = "test", *, option: str = "--dataset") -> Path:
     """The local file of a dataset, fetched from the hub if it is `openai/gsm8k`.
 
     Raises:
@@ -87,8 +73,8 @@ def locate(dataset: str, split: str, *, option: str = "--dataset") -> Path:
     return path
 
 
-def _distinct(path: Path, counts: Counter[str]) -> Iterator[Problem]:
-    """The problems of a file in its order, each question once; counts the rows that repeat one as `repeated`.
+def _distinct(path: Path) -> Iterator[Problem]:
+    """The problems of a file in its order, each question once.
 
     Raises:
         EvalError: the file cannot be read, a row is not GSM8K's, or a question comes with two answers.
@@ -101,8 +87,6 @@ def _distinct(path: Path, counts: Counter[str]) -> Iterator[Problem]:
             raise EvalError(f"{path}, {place}: the question of {before}, with another answer: {both}")
         if before == place:
             yield problem
-        else:
-            counts["repeated"] += 1
 
 
 def read_rows(path: Path) -> Iterator[ProblemRow]:

@@ -6,29 +6,21 @@
                   server counts none
     tool_use      the share of calls that gave a result; 0 without a call
 
-A function of the user's is named by its import path, `package.module:function`.
+A function of the user's is named by its import path, `package.module:function` or `package.module.function`.
 """
 
-import importlib
+import pkgutil
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
 from evals.config import EvalError
 from evals.scoring import strict_match
 from evals.task.records import tool_calls
-from evals.task.trajectory import UNREWARDED, Sample
+from evals.task.trajectory import Sample
 
+Reward = Callable[[Sample], Sample]
 HALVING = 256  # new tokens of all turns that halve the efficiency
 LAST_LINE = re.compile(r"#### \-?[0-9.,]+\s*\Z")
-
-
-class Reward(NamedTuple):
-    """A function with the name and the weight that the config gives it."""
-
-    name: str
-    weight: float
-    function: Callable[[Sample], float]
 
 
 def correctness(sample: Sample) -> float:
@@ -71,68 +63,47 @@ SHIPPED: dict[str, Callable[[Sample], float]] = {
 }
 
 
-def load_rewards(weights: dict[str, float]) -> list[Reward]:
-    """The functions that the config names.
+def load_rewards(weights: dict[str, float]) -> Reward:
+    """What gives samples their rewards and the weighted sum of these.
 
     Args:
         weights: by one of the names above, or an import path.
 
+    Returns:
+        A function from a sample to one with `rewards` and `reward`; one that failed stays as it is. It raises EvalError
+        where a reward raises an exception, or is not from 0 to 1.
+
     Raises:
         EvalError: there is no such function.
     """
-    return [Reward(name, weight, SHIPPED.get(name) or _imported(name)) for name, weight in weights.items()]
+    functions = {name: SHIPPED.get(name) or _imported(name) for name in weights}
 
-
-class Rewarder:
-    """Rewards samples one after another.
-
-    If a function fails, samples stay without a reward, and the first failure of each function is reported.
-    """
-
-    def __init__(self, rewards: list[Reward], say: Callable[[str], None]) -> None:
-        """Initializes without failures.
-
-        Args:
-            rewards: the functions.
-            say: called with the first failure of each.
-        """
-        self._rewards = rewards
-        self._say = say
-        self._reported: set[str] = set()
-
-    def __call__(self, sample: Sample) -> Sample:
-        """The sample with its rewards and their weighted sum; without, where it or one of them failed."""
+    def reward(sample: Sample) -> Sample:
         if sample.outcome == "failed":
             return sample
-        values = {reward.name: self._value(reward, sample) for reward in self._rewards}
-        known = {name: value for name, value in values.items() if value is not None}
-        if len(known) < len(values):
-            return sample.model_copy(update=UNREWARDED)
-        total = sum(reward.weight * known[reward.name] for reward in self._rewards)
-        return sample.model_copy(update={"rewards": known, "reward": total})
+        values = {name: _value(name, function, sample) for name, function in functions.items()}
+        total = sum(weights[name] * value for name, value in values.items())
+        return sample.model_copy(update={"rewards": values, "reward": total})
 
-    def _value(self, reward: Reward, sample: Sample) -> float | None:
-        try:
-            value = float(reward.function(sample))
-            if 0.0 <= value <= 1.0:
-                return value
-            why = f"the reward {reward.name} is {value} for {sample.key}, not from 0 to 1"
-        except Exception as error:  # noqa: BLE001 - whatever a user's function raises costs no answer
-            why = f"the reward {reward.name} failed for {sample.key}: {type(error).__name__}: {error}"
-        if reward.name not in self._reported:
-            self._reported.add(reward.name)
-            self._say(f"{why}; the answers are kept: repair the function or choose other --rewards, then use --resume")
-        return None
+    return reward
+
+
+def _value(name: str, function: Callable[[Sample], float], sample: Sample) -> float:
+    try:
+        value = float(function(sample))
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{value} is not from 0 to 1")
+    except Exception as error:  # whatever a user's function raises
+        why = f"the reward {name} failed for {sample.key}: {type(error).__name__}: {error}"
+        raise EvalError(f"{why}; repair it or choose other rewards, then use --resume") from error
+    return value
 
 
 def _imported(name: str) -> Callable[[Sample], float]:
-    module, separator, attribute = name.partition(":")
-    if not separator:
-        raise EvalError(f"--rewards: no reward {name!r}; there are {', '.join(SHIPPED)}, or package.module:function")
     try:
-        function: Callable[[Sample], float] = getattr(importlib.import_module(module), attribute)
+        function: Callable[[Sample], float] = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise EvalError(f"--rewards: {name} cannot be imported: {error}") from error
+        raise EvalError(f"rewards: {name} is none of {', '.join(SHIPPED)}, nor can it be imported: {error}") from error
     if not callable(function):
-        raise EvalError(f"--rewards: {name} is not a function")
+        raise EvalError(f"rewards: {name} is not a function")
     return function

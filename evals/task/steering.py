@@ -28,10 +28,11 @@ def layers(config: Config) -> list[int | None]:
 
 
 def cells(config: Config) -> Iterator[Cell]:
-    """The steered conditions."""
+    """The steered conditions: each variant with the interventions, for each layer and scale."""
+    variants = config.variants if config.interventions else ()
     swept = (scale for scale in config.sweep.get("scale", ()) if scale or not config.plain_at_zero)
     scales: list[float | None] = [*swept] or [None]
-    for variant, layer, scale in product(config.steered, layers(config), scales):
+    for variant, layer, scale in product(variants, layers(config), scales):
         parts = [] if layer is None else [f"layer{layer}"]
         parts += [] if scale is None else [f"scale{scale:g}"]
         name = "_".join([variant, *(parts or ["steered"])])

@@ -1,5 +1,6 @@
 """One problem in one mode and variant: a single turn, or the tool loop. The result is a `Sample`."""
 
+import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -7,18 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from deployments.demo_model.calculator import answer_call
+from deployments.demo_model.calculator import TOOL, answer_call
 from evals.activations_meta import runs_of
 from evals.config import Config, Mode
 from evals.scoring import RULES, Rule, Score, score
 from evals.server.answers import AnswerLate, RequestFailed
 from evals.server.client import PRESET
-from evals.server.readout_client import ReadoutValues, values_of
 from evals.task import steering
 from evals.task.prompts import Prompts
-from evals.task.text_tools import read_call
-from evals.task.turn_request import request_body, request_seed
 
+MAX_TURNS = 12  # answers to a problem with tools
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's word
 Chat = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 TIMEOUT = "timeout"  # of `finish_reason`
@@ -42,12 +41,11 @@ class Turn(BaseModel):
     reasoning_tokens: int = 0  # of the new tokens, where the server counts them
     latency_s: float  # retries included
     preset: str | None = None  # that the server used
-    readouts: ReadoutValues | None = None
+    readouts: dict[str, Any] | None = None  # of the answer, where `extra_body` asks for them
     activations: dict[str, Any] | None  # activations_meta as the server gave it
 
 
-UNREWARDED: dict[str, Any] = {"rewards": {}, "reward": None}
-UNSCORED: dict[str, Any] = UNREWARDED | {"correct": None}
+UNSCORED: dict[str, Any] = {"correct": None, "rewards": {}, "reward": None}
 
 
 class Sample(BaseModel):
@@ -140,14 +138,12 @@ async def run_problem(
     cut: str | None = None  # a finish reason, where the conversation grew too long for the context or the time limit
     calls: list[dict[str, Any]] = []
     try:
-        for number in range(config.max_turns if mode == "with-tools" else 1):
+        for number in range(MAX_TURNS if mode == "with-tools" else 1):
             capture = {"sample_id": problem.id, "tags": _tags(mode, variant, epoch, number, config)}
             body = request_body(messages, mode, capture, config)
-            body |= request_seed(config, sample_key(problem.id, mode, variant, epoch), number)
+            body |= _request_seed(config, sample_key(problem.id, mode, variant, epoch), number)
             body |= {"interventions": interventions} if interventions else {}
             turn, message = await _take_turn(chat, body)
-            if mode == "with-tools" and config.tools == "text":
-                message = read_call(message, number)
             turns.append(turn)
             messages.append(message)
             calls = message.get("tool_calls") or []
@@ -164,7 +160,7 @@ async def run_problem(
         variant=variant,
         epoch=epoch,
         finish_reason=cut or (turns[-1].finish_reason if turns else None),
-        turn_limit=mode == "with-tools" and len(turns) == config.max_turns and bool(calls),
+        turn_limit=mode == "with-tools" and len(turns) == MAX_TURNS and bool(calls),
         error=error,
         started=started,
         ended=time.time(),
@@ -250,7 +246,7 @@ async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, 
         latency_s=time.perf_counter() - clock,
         activations=answer.get("activations_meta"),
         preset=answer.get(PRESET),
-        readouts=values_of(choice),
+        readouts=choice.get("readouts"),
     )
     # Only these go back in the next turn: the server refuses fields it does not know.
     message = {"role": "assistant", "content": choice["message"].get("content")}
@@ -269,3 +265,38 @@ def _tool_message(call: dict[str, Any]) -> dict[str, Any]:
         "tool_call_id": call["id"],
         "content": answer_call(function["name"], function["arguments"]).encode("utf-8", "replace").decode(),
     }
+
+
+def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, Any], config: Config) -> dict[str, Any]:
+    """The chat request of one turn, with the capture fields where activations are collected.
+
+    Args:
+        messages: all so far.
+        mode: whether the calculator is offered.
+        capture: what the run is to be found by.
+        config: the run's options.
+    """
+    body: dict[str, Any] = {
+        "model": config.model,
+        "messages": messages,
+        "max_tokens": config.max_tokens,
+        "temperature": config.temperature or 0.0,
+        **config.extra_body,
+    }
+    if mode == "with-tools":
+        body["tools"] = [TOOL]
+    if config.collect_activations:
+        body["session_id"] = config.session_id
+        body["store_activations"] = True
+        body["capture"] = config.capture | capture | {"store_text": True}
+    return body
+
+
+def _request_seed(config: Config, key: str, turn: int) -> dict[str, int]:
+    """What a turn's sampling hangs on: the run's seed, the sample and the turn, so that a run repeats.
+
+    Greedy answers need none.
+    """
+    if not config.temperature:
+        return {}
+    return {"seed": int.from_bytes(hashlib.sha256(f"{config.seed}:{key}:{turn}".encode()).digest()[:4], "big") >> 1}

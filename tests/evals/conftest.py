@@ -2,6 +2,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,25 @@ sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; th
 from fake_openai import FakeServer
 
 Write = Callable[..., Path]
+Further = Callable[..., list[str]]
 
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     with FakeServer() as running:
         yield running
+
+
+@pytest.fixture
+def further(tmp_path: Path) -> Further:
+    """`further(max_outage=0)`: the command's words for options that only a file gives."""
+
+    def write(**options: Any) -> list[str]:
+        path = tmp_path / "further.yaml"
+        path.write_text(json.dumps(options))
+        return ["--config", str(path)]
+
+    return write
 
 
 @pytest.fixture

@@ -72,10 +72,6 @@ class FakeServer:
         self.healthy_after = 0  # health checks
         self.models = ["fake/model"]
         self.told: Body = {}  # of each model, beside its id
-        self.structure: Body | None = None
-        self.presets: list[Body] | None = None  # of interventions; None without the route
-        self.presets_after: tuple[int, list[Body]] | None = None  # after so many requests, other ones
-        self.readouts: dict[str, Body] = {}  # by name, what it says of them
         self.refuses: dict[str, str] = {}  # by a field that it refuses, the place in it
         self.closed: Response | None = None  # what it answers to who asks for models
         self.retry_after = "0"
@@ -93,10 +89,6 @@ class FakeServer:
         app = FastAPI(title="Vitrine")
         app.get("/health")(self._health)
         app.get("/v1/models")(self._models)
-        app.get("/v1/model/structure")(self._structure)
-        app.get("/v1/interventions")(self._presets)
-        app.get("/v1/interventions/{name}")(self._preset)
-        app.get("/v1/readouts/{name}")(self._readout)
         app.post("/v1/chat/completions")(self._chat)
         config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
         self._uvicorn = Uvicorn(config)
@@ -135,24 +127,6 @@ class FakeServer:
     async def _models(self) -> Response:
         entries = [{"id": model, "object": "model"} | self.told for model in self.models]
         return self.closed or JSONResponse({"object": "list", "data": entries})
-
-    async def _structure(self) -> Response:
-        return JSONResponse(self.structure) if self.structure else PlainTextResponse("no such route", status_code=404)
-
-    async def _presets(self) -> Response:
-        if self.presets_after and len(self.requests) >= self.presets_after[0]:
-            self.presets = self.presets_after[1]
-        if self.presets is None:
-            return PlainTextResponse("no such route", status_code=404)
-        return JSONResponse({"object": "list", "data": self.presets})
-
-    async def _preset(self, name: str) -> Response:
-        return JSONResponse(next(one for one in self.presets or () if one["name"] == name))
-
-    async def _readout(self, name: str) -> Response:
-        if name not in self.readouts:
-            return _error(404, f"there is no readout {name!r}", param="name", code="readout_not_found")
-        return JSONResponse(self.readouts[name] | {"name": name})
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()

@@ -9,8 +9,7 @@ from typing import Any
 from evals.config import Config
 from evals.gsm8k.summary import conclude
 from evals.results.results import Results
-from evals.server.readout_client import ReadoutValues
-from evals.task.rewards import Rewarder, load_rewards
+from evals.task.rewards import load_rewards
 from evals.task.steering import asked
 from evals.task.trajectory import Problem, Sample, Turn, scored
 
@@ -31,7 +30,6 @@ def make_results(
     text: str = "",
     skill: float = 0.6,
     activations: Callable[[str], dict[str, Any]] | None = None,
-    read: Callable[[Sample], ReadoutValues] | None = None,
     **options: Any,
 ) -> Path:
     """Samples that follow from the seed; `skill` is the share of right answers without tools in the control.
@@ -45,26 +43,24 @@ def make_results(
         text: put into each answer.
         skill: from 0 to 1.
         activations: gives the `activations_meta` of a run, by its id.
-        read: gives the values_of of the readout `truth` for each turn of a sample.
         options: of the config.
     """
     mode = modes[0] if len(modes) == 1 else "both"
-    given = {"model": "fake/model", "dataset": "demo", "mode": mode, "variants": tuple(variants)}
+    given = {"model": "fake/model", "dataset": "demo", "mode": mode}
+    given |= {"variants": {name: "" if name == "control" else "Hurry!" for name in variants}}
     given |= {"session_id": "evaluated", "rewards": {"correctness": 1.0, "efficiency": 0.5, "tool_use": 0.1}}
     given |= {"collect_activations": activations is not None, "temperature": 0.0}
-    given |= {"readouts": ("truth",) if read else ()}
     config = Config(**given | {"results_dir": directory} | options)
     facts = {
         "config": config.model_dump(mode="json"),
         "versions": {"python": "3.11", "vitrine": "0.1.0"},
         "model": {"id": config.model},
-        "server": {"health": {"status": "ok"}},
-        "readouts": {"truth": {"labels": ["true"], "values": 1}} if read else None,
-        "prompts": {"instruction": "Solve it.", "variants": dict.fromkeys(variants, "Hurry!"), "few_shot": []},
-        "dataset": {"path": "demo.jsonl", "sha256": "0" * 64, "split": "test", "problems": problems, "ids": "1" * 64},
+        "server": {"options": None, "versions": None},
+        "prompts": {"instruction": "Solve it.", "variants": config.variants, "few_shot": []},
+        "dataset": {"path": "demo.jsonl", "sha256": "0" * 64, "problems": problems},
         "host": "here",
     }
-    reward = Rewarder(load_rewards(config.rewards), print)
+    reward = load_rewards(config.rewards)
     with Results.create(directory, facts) as results:
         clock, conditions = 1.8e9, asked(config)
         for mode in modes:
@@ -75,8 +71,6 @@ def make_results(
                     harder = 0.1 * conditions.index(variant) / len(conditions) - 0.15 * (mode == "with-tools")
                     sample = _sample(number, mode, variant, draw, luck < skill - harder, text, clock, activations)
                     sample = sample if sample.error else scored(sample, config.rule)
-                    for turn in sample.turns if read else ():
-                        turn.readouts = read(sample)
                     results.add(reward(sample))
                     clock += 0.05
     conclude(directory, None)

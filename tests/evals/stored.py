@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 import uvicorn
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
-from deployments.activations.facts import RunFacts, SegmentFacts, SessionName
+from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.filters import FilePart, Filter
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
@@ -32,26 +32,15 @@ class Store:
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.directory = directory
-        self.last_session = SESSION  # of a chat
-        self.refuse = 0  # so many requests for bytes get `status`
-        self.refuse_pages = 0  # so do so many for the list of runs
-        self.status = 503
-        self.cut = 0  # so many of the next ones get half of an answer
-        self.cuts = set[int]()  # so do those of these numbers, from 1
+        self.refuse = 0  # so many requests for bytes get 503
         self.sends: Callable[[bytes], bytes] = lambda data: data  # what a file's bytes are made of
-        self.lists: Callable[[dict[str, Any]], Any] = lambda page: page  # what a page of runs is made of
         self.requests: list[str] = []  # the ranges of those for bytes of files
-        self.chats: Callable[[], Points] = lambda: points(1, 4)  # what a chat records
-        self.says: Callable[[dict[str, Any]], Any] = lambda meta: meta  # what its answer makes of activations_meta
         self._index = Index.scanned(directory)
         self._writer = Writer(directory, self._index)
         app = FastAPI()
         install(app)
-        app.get("/v1/activations/session/{session}")(self._session)
         app.get("/v1/activations/session/{session}/files/{name}")(self._file)
         app.get("/v1/activations/runs")(self._runs)
-        app.delete("/v1/activations/session/{session}")(self._delete)
-        app.post("/v1/chat/completions")(self._chat)
         self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
         self._thread = threading.Thread(target=self._uvicorn.run)
 
@@ -93,59 +82,23 @@ class Store:
         self._thread.join()
         self._writer.close()
 
-    def _session(self, session: str, limit: int | None = None, after: str | None = None) -> Response:
-        if self.refuse_pages:
-            self.refuse_pages -= 1
-            return _error(self.status, "the store does not answer")
-        found = self._index.session(SessionName(None, session), limit, after)
-        if found is None:
-            return _error(404, f"there is no session {session!r}", "session_not_found")
-        last = found["runs"][-1]["run_id"] if found["runs"] else after
-        behind = self._index.session(SessionName(None, session), 1, last)
-        return JSONResponse(
-            self.lists(
-                _plain(found)
-                | {"runs": [_plain(run) for run in found["runs"]], "has_more": bool(behind and behind["runs"])}
-            )
-        )
-
-    def _delete(self, session: str) -> Response:
-        if not self._writer.delete(SessionName(None, session)).result():
-            return _error(404, f"there is no session {session!r}", "session_not_found")
-        return JSONResponse({"id": session, "deleted": True})
-
-    def _chat(self, body: dict[str, Any]) -> Response:
-        found = self.chats()
-        tokens = len(next(iter(found.values())))
-        self.last_session = body["session_id"]
-        meta = self.record("run-1", found, self.last_session)
-        message = {"role": "assistant", "content": "36"}
-        usage = {"prompt_tokens": tokens - 1, "completion_tokens": 1, "total_tokens": tokens}
-        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
-        return JSONResponse({"choices": choices, "usage": usage, "activations_meta": self.says(meta)})
-
-    def _runs(self, run: str, limit: int) -> Response:
-        found = self._index.runs(Filter(runs=tuple(run.split(","))), limit)
+    def _runs(self, limit: int, run: str | None = None, session: str | None = None) -> Response:
+        found = self._index.runs(Filter(session=session, runs=tuple(run.split(",")) if run else None), limit)
         return JSONResponse({"data": [_plain(one) for one in found], "has_more": False})
 
     async def _file(self, session: str, name: str, ranged: Ranged) -> Response:
         self.requests.append(ranged.range or "")
         if self.refuse:
             self.refuse -= 1
-            return _error(self.status, "the store does not answer")
+            return _error(503, "the store does not answer")
         path = self.directory / "_" / session / name
         if not path.exists():
             return _error(404, f"there is no file {name!r}", "file_not_found")
-        cut, self.cut = self.cut or len(self.requests) in self.cuts, max(self.cut - 1, 0)
 
         async def read(first: int, end: int) -> FilePart:
             return FilePart(self.sends(path.read_bytes())[first:end], first, path.stat().st_size)
 
-        answer = await page(ranged, read, "application/vnd.apache.arrow.file")
-        if cut:
-            size = int(answer.headers["content-length"])
-            return StreamingResponse(iter([bytes(size // 2)]), answer.status_code, answer.headers)
-        return answer
+        return await page(ranged, read, "application/vnd.apache.arrow.file")
 
 
 def _plain(run: dict[str, Any]) -> dict[str, Any]:

@@ -11,58 +11,51 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from evals.config import Config
-from evals.gsm8k.options import flag, parse_args, results_path
+from evals.config import STAGES, Config
+from evals.gsm8k.options import OPTIONS, flag, parse_args, results_path
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["--nope"], "--nope"),
-        (["--sweep", "layer=8,8"], "appears twice"),
-        (["--sweep", "scale=0"], "changes nothing"),
-        (["--sweep", "layer=1,1.5"], "whole number"),
-        (["--sweep", "scale=0,-0"], "appears twice"),
         (["--sample", "3"], "--sample"),  # no abbreviations
         (["--samples", "0"], "--samples"),
         (["--parallel", "many"], "--parallel"),
-        (["--parallel", "16", "--workers", "9"], "must be a multiple of --workers"),
+        (["--parallel", "9999999999"], "--parallel"),
         (["--base-url", "localhost:8000"], "--base-url"),
         (["--base-url", "http://h:port/v1"], "--base-url"),
         (["--base-url", "http:///v1"], "--base-url"),
         (["--base-url", "http://h:1/v1 x"], "--base-url"),
         (["--temperature", "nan"], "--temperature"),
-        (["--timeout", "nan"], "--timeout"),
-        (["--timeout", "inf"], "--timeout"),
-        (["--max-outage", "nan"], "--max-outage"),
-        (["--max-outage", "-1"], "--max-outage"),
-        (["--wait-healthy", "nan"], "--wait-healthy"),
-        (["--rewards", "format=nan"], "--rewards"),
-        (["--parallel", "9999999999"], "--parallel"),
         (["--results-dir", ""], "--results-dir"),
         (["--dataset", "~nobody-of-this-name/x.jsonl"], "--dataset"),
         (["--config", "~nobody-of-this-name/x.yaml"], "--config"),
-        (["--session-id", "a/b"], "--session-id"),
-        (["--steer", "control"], "need --interventions"),
+        (["--config", "absent.yaml"], "absent.yaml"),
         (["--mode", "some"], "--mode"),
-        (["--layers", "1,x", "--sites", "mlp.output", "--collect-activations"], "--layers"),
-        (["--layers", "1", "--collect-activations"], "--sites"),
-        (["--points", "p", "--layers", "1", "--sites", "s", "--collect-activations"], "not both"),
-        (["--points", "p"], "--collect-activations"),
-        (["--split", "train"], "--split"),
         (["--variants", "calm,calm"], "twice"),
-        (["--variants", "a.b"], "--variants"),
+        (["--variants", "gloom"], "there is no gloom, only control"),
+        (["--variants", "absent.yaml"], "--variants: absent.yaml"),
         (["--few-shot", "-1"], "--few-shot"),
-        (["--few-shot-file", "x.jsonl"], "--few-shot"),
-        (["--rule", "loose"], "--rule"),
-        (["--rewards", "format"], "write format=1"),
-        (["--rewards", "format=much"], "--rewards"),
-        (["--tokens", "some", "--collect-activations"], "--tokens"),
-        (["--tokens", "last:0", "--collect-activations"], "--tokens"),
-        (["--tokens", "last"], "--collect-activations"),
+        (["--capture", "{"], "--capture: not a JSON object"),
+        (["--capture", '{"tags": {}}', "--collect-activations"], "--capture: tags: the evaluator sets this itself"),
+        (["--capture", '{"layers": "all"}'], "--collect-activations"),
         (["--transfer-activations"], "--collect-activations"),
         (["--inline-activations", "8"], "--collect-activations"),
-        (["--config", "absent.yaml"], "absent.yaml"),
+        (["--sweep", "layer=8,8"], "appears twice"),
+        (["--sweep", "layer=1,1.5"], "whole number"),
+        (["--sweep", "scale=0,-0"], "appears twice"),
+        (["--sweep", "scale=1"], "--sweep needs --interventions"),
+        (["--server-option", "threads=1"], "--server-option needs --serve"),
+        (["--keep-running"], "--keep-running needs --serve"),
+        (["--serve", "none"], "--serve names the model"),
+        (["--serve", "m", "--server-option", "model=x"], "--serve names the model"),
+        (["--serve", "m", "--server-option", "threads"], "'threads' must be written as name=value"),
+        (["--serve", "m", "--server-option", "modle=x"], "modle: there is no such option: did you mean 'model'?"),
+        (["--serve", "m", "--server-option", "num_replicas=0"], "--server-option num_replicas: must be greater"),
+        (["--serve", "m", "--server-option", "activations_dir=~nobody-of-this-name/x"], "--server-option"),
+        (["--serve", "m", "--stages", "deploy"], "--stages deploy needs --keep-running"),
+        (["--stages", "deploy,reprot"], "'reprot' is not a stage; the stages are deploy,generate,report"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,65 +65,70 @@ def test_a_bad_option_is_refused_by_name(argv: list[str], says: str, capsys: pyt
     assert says in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_lists_are_given_with_commas() -> None:
-    config = parse_args(["--layers", "1,2", "--sites", "mlp.output, attention.output", "--collect-activations"])
-    assert config.layers == (1, 2)
-    assert config.sites == ("mlp.output", "attention.output")
-    assert parse_args(["--layers", "all", "--sites", "a", "--collect-activations"]).layers == "all"
-
-
-def test_weights_are_given_by_name() -> None:
-    config = parse_args(["--rewards", "correctness=1, format=0.2,my.module:function=-1"])
-    assert config.rewards == {"correctness": 1.0, "format": 0.2, "my.module:function": -1.0}
-
-
 EVERY = {
     "base_url": "http://127.0.0.1:9/v1",
     "model": "m",
     "dataset": "openai/gsm8k",
-    "split": "train",
     "samples": 3,
     "seed": 4,
+    "epochs": 2,
     "mode": "no-tools",
     "variants": ["control", "calm"],
-    "variants_file": "v.yaml",
     "few_shot": 2,
-    "few_shot_file": "f.jsonl",
     "parallel": 5,
     "max_tokens": 6,
-    "max_turns": 7,
     "temperature": 0.5,
-    "timeout": 8.0,
-    "retries": 9,
-    "max_outage": 12.0,
-    "rule": "flexible",
-    "rewards": {"correctness": 1.0, "tool_use": 0.5},
     "collect_activations": True,
-    "layers": [1, -1],
-    "sites": ["mlp.output"],
-    "tokens": "last:2",
+    "capture": {"layers": [1, -1], "sites": ["mlp.output"], "tokens": {"last": 2}},
     "transfer_activations": True,
     "inline_activations": 10,
-    "session_id": "s",
     "results_dir": "/tmp/r",
-    "wait_healthy": 11.0,
+    "serve": "some/model",
+    "keep_running": True,
+    "stages": ["generate", "report"],
 }
 
 
 def test_a_file_says_what_the_flags_say(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(EVERY))
-    flags: list[str] = []
+    path.write_text(yaml.safe_dump(EVERY | {"session_id": "s", "server_options": {"threads": "1"}}))
+    (tmp_path / "session.yaml").write_text("session_id: s")
+    flags = ["--config", str(tmp_path / "session.yaml"), "--server-option", "threads=1"]
     for name, value in EVERY.items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, dict):
-            flags += [flag, ",".join(f"{reward}={weight}" for reward, weight in value.items())]
-        elif isinstance(value, list):
-            flags += [flag, ",".join(map(str, value))]
-        else:
-            flags += [flag] if value is True else [flag, str(value)]
+        text = ",".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
+        flags += [flag(name)] if value is True else [flag(name), value if isinstance(value, str) else text]
     assert parse_args(["--config", str(path)]) == parse_args(flags)
     assert all(getattr(parse_args(flags), name) != Config.model_fields[name].default for name in EVERY)
+    assert OPTIONS.keys() - EVERY.keys() == {"interventions", "sweep", "resume"}
+
+
+def test_variants_come_from_those_that_ship_a_file_or_a_map(tmp_path: Path) -> None:
+    shipped = parse_args(["--variants", "control,frustration,impatience,anxiety,collaborative,patience,calm"]).variants
+    assert shipped["control"] == ""
+    assert len(set(shipped.values())) == 7
+    (tmp_path / "mine.yaml").write_text("control: ''\njoy: |\n  I am happy!\n")
+    (tmp_path / "run.yaml").write_text("variants: {control: '', joy: I am happy!}\n")
+    for argv in (["--variants", str(tmp_path / "mine.yaml")], ["--config", str(tmp_path / "run.yaml")]):
+        assert parse_args(argv).variants == {"control": "", "joy": "I am happy!"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("- 3", "--variants"),
+        ("gloom: 3", "--variants: Input should be a valid string"),
+        ("a: [", "mine.yaml"),
+        ("a.b: x", "--variants: String should match pattern"),
+        ("control: something\ngloom: a", "control has a text"),
+    ],
+)
+def test_a_wrong_file_of_variants_is_refused(
+    tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        parse_args(["--variants", str(tmp_path / "mine.yaml")])
+    assert says in capsys.readouterr().err
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
@@ -213,10 +211,14 @@ def parsed(*argv: str) -> tuple[Config | None, object, str]:
         ("results_dir: 5", "--results-dir: 5 is no path"),
         ("samples: true", "--samples: Input should be a valid integer"),
         ("parallel: 2.0", "--parallel: Input should be a valid integer"),
-        ("timeout: true", "--timeout: Input should be a valid number"),
+        ("timeout: true", "timeout: Input should be a valid number"),
+        ("max_outage: -1", "max_outage: Input should be greater"),
+        ("rule: loose", "rule: Input should be"),
+        ("session_id: a/b", "session_id: String should match"),
+        ("few_shot: true", "--few-shot"),
         ("resume: 'yes'", "--resume: Input should be a valid boolean"),
-        ("layers: [1.0]", "--layers: Input should be a valid integer"),
-        ("rewards: {format: '1'}", "--rewards: Input should be a valid number"),
+        ("rewards: {format: '1'}", "rewards: Input should be a valid number"),
+        ("rewards: {format: .nan}", "rewards: Input should be a finite number"),
         ("server_options: 3", "--server-option: Input should be a valid dictionary"),
         ("stages: 3", "--stages: choose from"),
         ("samples: !!int x", "--config"),
@@ -246,25 +248,21 @@ def test_an_address_with_a_secret_is_refused_without_repeating_it(url: str, caps
     assert "s3cret" not in said
 
 
-FILES = {"dataset": "x.jsonl", "variants_file": "v.yaml", "few_shot_file": "f.jsonl"}
+FILES = {"dataset": "x.jsonl", "few_shot": "f.jsonl"}
 
 
 def test_files_are_those_of_the_directory_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [part for name, value in FILES.items() for part in (flag(name), value)]
-    config = parse_args([*given, "--few-shot", "1"])
-    assert {name: str(getattr(config, name)) for name in FILES} == {
-        name: str(tmp_path / value) for name, value in FILES.items()
-    }
+    config = parse_args([part for name, value in FILES.items() for part in (flag(name), value)])
+    assert {name: getattr(config, name) for name in FILES} == {n: str(tmp_path / value) for n, value in FILES.items()}
     assert parse_args(["--dataset", "~/x.jsonl"]).dataset == os.path.expanduser("~/x.jsonl")
     assert [parse_args(["--dataset", name]).dataset for name in ("demo", "openai/gsm8k")] == ["demo", "openai/gsm8k"]
 
 
 def test_a_ray_jobs_files_stay_those_that_each_job_brings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    given = [part for name, value in FILES.items() for part in (flag(name), value)]
-    config = parse_args([*given, "--few-shot", "1"])
-    assert {name: str(getattr(config, name)) for name in FILES} == FILES
+    config = parse_args([part for name, value in FILES.items() for part in (flag(name), value)])
+    assert {name: getattr(config, name) for name in FILES} == FILES
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", '"text"', "{}", '{"config": []}', '{"config": 5}', "\0"])
@@ -293,3 +291,37 @@ def test_a_ray_jobs_results_outlive_its_working_directory(tmp_path: Path, monkey
         results_path("mine", "run")
     monkeypatch.delenv("VITRINE_HOME")
     assert results_path(None, "run") == Path.home() / ".vitrine" / "results" / "run"
+
+
+def test_server_options_are_those_of_the_server_and_may_be_a_map() -> None:
+    served = parse_args(
+        ["--serve", "m", "--server-option", "num_replicas=2", "--server-option", "dtype=float32"]
+    ).served
+    assert (served.served_name, served.num_replicas, served.dtype) == ("m", 2, "float32")
+    points = [{"name": "middle", "selector": "layers.2.output"}]
+    config = Config(session_id="s", results_dir=Path("out"), serve="m", server_options={"savepoints": points})
+    assert config.served.savepoints[0].name == "middle"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("archive=s3://id:s3cret@bucket/p", "S3's keys as AWS_ACCESS_KEY_ID"),
+        ("archive=abfs://c@a.dfs.core.windows.net/p?account_key=s3cret", "those of other storage in the environment"),
+        ("public_url=https://u:s3cret@host/v", "public_url: must be scheme://host"),
+    ],
+)
+def test_a_key_that_results_would_show_is_refused_and_not_repeated(
+    option: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--serve", "m", "--server-option", option])
+    told = capsys.readouterr().err
+    assert f"--server-option {option.partition('=')[0]}: " in told
+    assert said in told
+    assert "s3cret" not in told
+
+
+def test_stages_run_in_their_own_order_and_all_of_them_by_default() -> None:
+    assert parse_args([]).stages == STAGES == ("deploy", "generate", "report")
+    assert parse_args(["--stages", "generate,deploy"]).stages == ("deploy", "generate")

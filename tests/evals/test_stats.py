@@ -87,27 +87,6 @@ def test_zero_lies_outside_the_interval_where_mcnemars_score_says_so(table: tupl
     assert (low > 0, high < 0) == (z > Z95, z < -Z95)
 
 
-@given(TABLES)
-def test_each_bound_is_as_unlikely_as_the_likeliest_shares_make_it(table: tuple[int, int, int, int]) -> None:
-    _, only_a, only_b, _ = table
-    n = sum(table)
-    for bound in paired(*table)["ci95"]:
-        if abs(bound) > 0.999:
-            continue
-        # Shares of a alone, by a search in place of the formula: the counts' likelihood has one top.
-        low, high = max(0.0, -bound), (1 - bound) / 2
-
-        def likelihood(share: float, bound: float = bound) -> float:
-            parts = ((only_a, share), (only_b, share + bound), (n - only_a - only_b, 1 - 2 * share - bound))
-            return sum(count * math.log(max(part, 1e-300)) for count, part in parts if count)
-
-        for _ in range(200):
-            left, right = low + (high - low) / 3, high - (high - low) / 3
-            low, high = (left, high) if likelihood(left) < likelihood(right) else (low, right)
-        deviation = math.sqrt(n * (2 * low + bound - bound**2))
-        assert abs(only_b - only_a - n * bound) == pytest.approx(Z95 * deviation, rel=1e-3, abs=1e-3)
-
-
 @pytest.mark.parametrize(
     ("only_a", "only_b", "p"),
     [(0, 0, 1.0), (1, 1, 1.0), (0, 1, 1.0), (0, 5, 0.0625), (5, 0, 0.0625), (2, 10, 158 / 4096), (3, 3, 1.0)],

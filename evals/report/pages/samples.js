@@ -155,10 +155,6 @@
     if (step.latency_s !== undefined) told.push(`${step.latency_s.toFixed(2)} s`);
     if (step.finish_reason) told.push(`finish: ${step.finish_reason}`);
     if (told.length) head.append(" · " + told.join(" · "));
-    if (step.readouts && step.readouts.tokens.length) {  // all that the model wrote, thoughts and calls included
-      part.append(coloured(step.readouts));
-      return part;
-    }
     if (step.reasoning_content) part.append(make("pre", step.reasoning_content, "soft"));
     if (step.content !== null && step.content !== undefined && step.content !== "") {
       part.append(make("pre", typeof step.content === "string" ? step.content : JSON.stringify(step.content, null, 2)));
@@ -167,39 +163,6 @@
       part.append(make("pre", `${call.function.name}(${call.function.arguments})`));
     }
     return part;
-  };
-
-  const shown = (value) => (value === null ? "–" : String(Number(value.toPrecision(4))));
-  const coloured = ({ tokens, values }) => {
-    const text = make("pre");
-    tokens.forEach((token, n) => {
-      const span = text.appendChild(make("span", token, "token"));
-      span.rows = {};
-      for (const name in values) if (values[name][n]) span.rows[name] = values[name][n];
-      const told = Object.entries(span.rows).map(([name, row]) => `${name} ${row.slice(0, 8).map(shown).join(", ")}`);
-      span.title = told.join("\n");
-    });
-    paint(text);
-    return text;
-  };
-
-  const paint = (root) => {
-    const { readout, place, mean, sd } = at("colour").selectedOptions[0].dataset;
-    for (const span of root.querySelectorAll(".token")) {
-      const value = span.rows[readout]?.[place] ?? null;
-      const far = value === null || !Number(sd) ? 0 : Math.max(-1, Math.min(1, (value - mean) / (2 * sd)));
-      const mixed = `color-mix(in srgb, var(--${far < 0 ? "below" : "above"}) ${Math.round(70 * Math.abs(far))}%, transparent)`;
-      span.style.background = far ? mixed : "";
-    }
-  };
-
-  const recolour = () => {
-    const { readout, mean, sd } = at("colour").selectedOptions[0].dataset;
-    at("scale").hidden = readout === undefined;
-    if (readout !== undefined) {
-      ["low", "middle", "high"].forEach((id, n) => { at(id).textContent = shown(Number(mean) + 2 * (n - 1) * sd); });
-    }
-    paint(document);
   };
 
   const heads = () => {
@@ -241,10 +204,6 @@
   at("tools").addEventListener("submit", (event) => event.preventDefault());
   at("find").addEventListener("input", select);
   for (const name of ["mode", "variant", "outcome"]) at(name).addEventListener("change", select);
-  if (at("colour")) {
-    at("colour").addEventListener("change", recolour);
-    recolour();
-  }
   at("before").addEventListener("click", () => { first -= PAGE; show(); });
   at("after").addEventListener("click", () => { first += PAGE; show(); });
   const held = (samples.block || []).filter((block) => block !== null).length, all = (samples.id || []).length;

@@ -11,6 +11,7 @@ from fake_openai import FakeServer
 from evals.gsm8k.__main__ import main
 
 Write = Callable[..., Path]
+Further = Callable[..., list[str]]
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -31,41 +32,25 @@ def test_stages_one_after_another_give_what_one_run_gives(server: FakeServer, wr
     dataset = write_problems("", "[wrong]", "[cut]")
     results, whole = dataset.parent / "results", dataset.parent / "whole"
     asked = ["--base-url", server.base_url, "--dataset", str(dataset), "--max-tokens", "99"]
-    here = ["--results-dir", str(results)]
-
-    assert main([*asked, *here, "--stages", "configure"]) == 0
-    assert json.loads((results / "config.json").read_text())["config"]["max_tokens"] == 99
-    assert server.requests == []
-
-    assert main([*here, "--stages", "generate"]) == 0  # the options are those of the directory
-    assert {request["max_tokens"] for request in server.requests} == {99}
+    assert main([*asked, "--results-dir", str(results), "--stages", "generate"]) == 0
     assert not (results / "summary.json").exists()
-
-    assert main([*here, "--stages", "report"]) == 0
+    requests = len(server.requests)
+    # The options are those of the directory, and no server is asked.
+    there = ["--results-dir", str(results), "--base-url", "http://127.0.0.1:9/v1"]
+    assert main([*there, "--stages", "report"]) == 0
+    assert len(server.requests) == requests
     assert main([*asked, "--results-dir", str(whole)]) == 0
     assert without_times(summary(results)) == without_times(summary(whole))
 
 
-def test_report_alone_asks_no_server(server: FakeServer, write_problems: Write) -> None:
-    dataset = write_problems("", "[wrong]")
-    results = dataset.parent / "results"
-    main(["--base-url", server.base_url, "--dataset", str(dataset), "--results-dir", str(results)])
-    before = (results / "summary.json").read_bytes()
-    (results / "summary.json").unlink()
-    requests = len(server.requests)
-    assert main(["--results-dir", str(results), "--stages", "report", "--base-url", "http://127.0.0.1:9/v1"]) == 0
-    assert (results / "summary.json").read_bytes() == before
-    assert len(server.requests) == requests
-
-
-def test_a_key_reaches_workers_and_no_file(
+def test_a_key_reaches_the_task_and_no_file(
     server: FakeServer, write_problems: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-s3cret")  # which workers of the cluster do not have
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-s3cret")  # which processes of the cluster do not have
     dataset = write_problems("", "", "")
     results = dataset.parent / "results"
     told = ["--base-url", server.base_url, "--dataset", str(dataset), "--results-dir", str(results)]
-    assert main([*told, "--mode", "no-tools", "--workers", "2"]) == 0
+    assert main([*told, "--mode", "no-tools"]) == 0
     assert server.keys == {"Bearer sk-s3cret"}
     assert not [path for path in results.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
 
@@ -75,13 +60,12 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(
 ) -> None:
     dataset = write_problems("", "", "")
     results = dataset.parent / "results"
-    here = ["--results-dir", str(results)]
     told = ["--base-url", server.base_url, "--dataset", str(dataset), "--mode", "no-tools"]
-    assert main([*here, *told, "--stages", "configure"]) == 0
-    (results / "dataset.part").symlink_to("/dev/full")  # which becomes dataset.jsonl
-    assert main([*here, "--stages", "generate"]) == 2
+    results.mkdir()
+    (results / "dataset.jsonl").symlink_to("/dev/full")
+    assert main([*told, "--results-dir", str(results)]) == 2
     assert "No space left on device; fix this, then run again with --resume" in capsys.readouterr().err
-    assert main([*here, "--resume"]) == 0
+    assert main(["--results-dir", str(results), "--resume"]) == 0
     assert summary(results)["counts"] | {"samples": 3, "missing": 0} == summary(results)["counts"]
     assert len((results / "dataset.jsonl").read_text().splitlines()) == 3
 
@@ -91,48 +75,46 @@ def test_answers_without_a_report_say_all_the_same_what_failed(
 ) -> None:
     dataset = write_problems("", "[refused]")
     here = ["--results-dir", str(dataset.parent / "results"), "--base-url", server.base_url]
-    assert main([*here, "--dataset", str(dataset), "--mode", "no-tools", "--stages", "configure,generate"]) == 1
+    assert main([*here, "--dataset", str(dataset), "--mode", "no-tools", "--stages", "generate"]) == 1
     assert "evals.gsm8k: 1 of 2 samples failed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--rewards", "format=1"], "rewards"),
-        (["--rule", "strict"], "rule"),
-        (["--max-tokens", "7"], "max_tokens"),
-        (["--layers", "all"], "layers"),
-    ],
+    "option", [{"rewards": {"format": 1}}, {"rule": "strict"}, {"max_tokens": 7}, {"capture": {"layers": "all"}}]
 )
 def test_a_report_alone_takes_no_other_options_than_the_run(
-    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+    server: FakeServer,
+    write_problems: Write,
+    further: Further,
+    capsys: pytest.CaptureFixture[str],
+    option: dict[str, Any],
 ) -> None:
     dataset = write_problems("")
     here = ["--results-dir", str(dataset.parent / "results"), "--base-url", server.base_url]
-    asked = ["--collect-activations", "--layers", "1", "--sites", "output"]
-    main([*here, "--dataset", str(dataset), "--mode", "no-tools", *asked, "--stages", "configure"])
-    assert main([*here, "--stages", "report", *options]) == 2
-    assert f"holds an evaluation with different {named}; leave these options out" in capsys.readouterr().err
+    asked = ["--collect-activations", "--capture", '{"points": ["norm.output"]}', "--stages", "generate"]
+    main([*here, "--dataset", str(dataset), "--mode", "no-tools", *asked])
+    assert main([*here, "--stages", "report", *further(**option)]) == 2
+    assert f"holds an evaluation with different {next(iter(option))}; leave these options" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stages", ["generate", "report", "generate,report"])
-def test_a_stage_without_what_configure_writes_says_so(
-    tmp_path: Path, stages: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [["--stages", "report"], ["--resume"]])
+def test_without_an_evaluation_there_is_nothing_to_report_or_resume(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--results-dir", str(tmp_path / "none"), "--stages", stages])
+        main(["--results-dir", str(tmp_path / "none"), *options])
     assert ended.value.code == 2
-    assert "which the stage configure writes" in capsys.readouterr().err
+    assert "has no options of an evaluation" in capsys.readouterr().err
 
 
 def test_a_stage_that_fails_is_named_with_its_reason(
-    tmp_path: Path, write_problems: Write, server: FakeServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = ["--results-dir", str(tmp_path / "results")]
     assert main([*results, "--base-url", "http://127.0.0.1:9/v1"]) == 2
-    assert "evals.gsm8k: configure: no answer from http://127.0.0.1:9/v1" in capsys.readouterr().err
+    assert "evals.gsm8k: generate: no answer from http://127.0.0.1:9/v1" in capsys.readouterr().err
     assert main([*results, "--base-url", server.base_url, "--dataset", "none.jsonl"]) == 2
-    assert f"evals.gsm8k: configure: --dataset {Path('none.jsonl').absolute()}: no file" in capsys.readouterr().err
+    assert f"evals.gsm8k: generate: --dataset {Path('none.jsonl').absolute()}: no file" in capsys.readouterr().err
 
 
 def test_new_tokens_that_leave_no_room_for_a_question_are_refused_before_any_is_asked(
@@ -143,13 +125,3 @@ def test_new_tokens_that_leave_no_room_for_a_question_are_refused_before_any_is_
     assert main([*asked, "--results-dir", str(write_problems("").parent / "results")]) == 2
     assert "--max-tokens 512: the model's context is 512 tokens with the question" in capsys.readouterr().err
     assert not server.requests
-
-
-def test_options_that_change_what_was_configured_are_refused_by_generate(
-    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dataset = write_problems("", "")
-    here = ["--results-dir", str(dataset.parent / "results"), "--base-url", server.base_url]
-    assert main([*here, "--dataset", str(dataset), "--stages", "configure"]) == 0
-    assert main([*here, "--stages", "generate", "--max-tokens", "7"]) == 2
-    assert "max_tokens" in capsys.readouterr().err

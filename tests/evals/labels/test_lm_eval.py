@@ -26,14 +26,14 @@ Store = Callable[..., None]
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    """`store(run_id, asked, text, model)`: stores a run of two tokens."""
+    """`store(run_id, asked, model)`: stores a run of two tokens."""
     writer = Writer(tmp_path, Index.scanned(tmp_path))
 
-    def write(run_id: str, asked: Any, text: str | None = None, model: str = "m") -> None:
+    def write(run_id: str, asked: Any, model: str = "m") -> None:
         segment = SegmentFacts(SESSION, model, None, "Qwen3ForCausalLM", {"torch": "2"}, {"norm.output": "norm"})
         places = {"positions": [0, 1], "token_ids": [0, 1], "prompt_tokens": 1}
         batch = to_batch(segment, run_id=run_id, sample_id=None, points={"norm.output": torch.zeros(2, 4)}, **places)
-        facts = RunFacts(run_id, SESSION, model, 1.0, 1, 2, text=text, messages_hash=messages_hash(asked))
+        facts = RunFacts(run_id, SESSION, model, 1.0, 1, 2, messages_hash=messages_hash(asked))
         writer.submit(facts, [batch]).result()
 
     yield write
@@ -61,17 +61,11 @@ def logged(folder: Path, *samples: dict[str, Any]) -> Path:
     return path
 
 
-def left_out(path: Path) -> dict[str, int]:
-    found: dict[str, int] = json.loads(pq.read_schema(path).metadata[b"labels"])["left_out"]
-    return found
-
-
-@pytest.mark.parametrize("end", ["", "<|im_end|>", "</s>", "\n\n"])
-def test_of_several_runs_of_a_prompt_the_one_that_answered_so_has_the_scores(
-    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], end: str
+def test_a_run_that_is_the_only_one_of_its_prompt_has_the_scores(
+    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store("first", [QUESTION], f"<s>{QUESTION} It is 8.{end}")
-    store("second", [QUESTION], f"<s>{QUESTION} It is 7.{end}")
+    store("first", [QUESTION])
+    store("second", [QUESTION])  # of a second evaluation
     store("other", ["Question: 1?"])
     path = logged(
         tmp_path,
@@ -80,28 +74,10 @@ def test_of_several_runs_of_a_prompt_the_one_that_answered_so_has_the_scores(
     )
     assert main(["--lm-eval", str(path), "--session", SESSION, "--store", str(tmp_path)]) == 0
     rows = pq.read_table(tmp_path / "labels.parquet").to_pylist()
-    assert {row["run_id"]: row["exact_match"] for row in rows} == {"second": 1.0, "other": 0.0}
-    assert left_out(tmp_path / "labels.parquet")["further runs of a prompt"] == 1
-    assert "1 further runs of a prompt" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("texts", "answers"),
-    [
-        ((" 7.", " 7."), (" 7.",)),  # a second evaluation that said the same
-        ((" 7.", " 8."), (" 7.", " 8.")),  # repeats, with one score of all
-        ((" 17", " 9"), (" 7",)),
-        ((" 7.\n\nQuestion", " 9."), (" 7.",)),
-        ((None, None), (" 7.",)),
-    ],
-)
-def test_without_one_run_that_answered_so_none_has_the_scores(
-    tmp_path: Path, store: Store, texts: tuple[str | None, ...], answers: tuple[str, ...]
-) -> None:
-    for number, text in enumerate(texts):
-        store(f"r{number}", [QUESTION], text and QUESTION + text)
-    path = logged(tmp_path, generated(QUESTION, *answers, acc=1.0))
-    with pytest.raises(EvalError, match="none of the 2 runs in session lm .* 2 share their prompts with others"):
+    assert {row["run_id"]: row["exact_match"] for row in rows} == {"other": 0.0}
+    assert "2 runs that share their prompts" in capsys.readouterr().out
+    path = logged(tmp_path, generated(QUESTION, " It is 7.", acc=1.0))
+    with pytest.raises(EvalError, match="none of the 3 runs in session lm .* 2 share their prompts with others"):
         labelled(path, SESSION, tmp_path)
 
 

@@ -1,9 +1,8 @@
-"""A table of the runs that count, with what they are trained on: scores, rewards, spans, and labels that come later."""
+"""A table of the runs that count, with what they are trained on: scores, rewards, spans."""
 
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from made import make_results
 from recorded import record, says
 
 from deployments.activations import load
-from evals.config import EvalError
 from evals.labels.__main__ import main, summary
-from evals.labels.table import joined, labelled
+from evals.labels.table import labelled
 from evals.results.results import read_samples
 
 SESSION = "evaluated"
@@ -96,8 +94,8 @@ def test_every_turn_is_there_where_all_are_asked_for_and_the_last_is_marked(made
     first = next(row for row in rows if row["turn"] == 0)
     assert (first["span.answer"], first["span.tool_results"]) == (None, None)
     assert "calculator({" in str(spelled(made / "store", first, "tool_calls"))
-    assert facts(table)["earlier_turns"] == 0
-    assert facts(labelled(made / "results"))["earlier_turns"] == sum(row["turn"] == 0 for row in rows)
+    earlier = [facts(labels)["left_out"]["runs of earlier turns"] for labels in (table, labelled(made / "results"))]
+    assert earlier == [0, sum(row["turn"] == 0 for row in rows)]
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
@@ -116,8 +114,8 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     found = labelled(tmp_path / "results")
     failed = [sample for sample in read_samples(tmp_path / "results") if sample.outcome == "failed"]
     told = facts(found)
-    assert (told["samples"], told["failed"], told["without_run"]) == (60, len(failed), 1)
-    assert told["other_runs"] == 1 + sum(len(sample.runs) for sample in failed) > 1
+    left = {"failed samples": len(failed), "answers without a stored run": 1}
+    assert told["left_out"] | left == told["left_out"]
     assert told["why_no_spans"] == f"1 runs are not in {tmp_path / 'store' / '_' / SESSION}"
     ids = found["run_id"].to_pylist()
     assert "asked-again" in ids
@@ -164,12 +162,11 @@ def test_transferred_files_are_read_where_the_store_is_elsewhere(made: Path, tmp
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"correct_normalized": None}, "was scored by an earlier version: .* otherwise run the evaluation again"),
         ({"correct": None, "rewards": {}, "reward": None}, "is being scored again"),
         (None, r"samples/\S+\.json cannot be read"),
     ],
 )
-def test_samples_without_a_score_of_this_version_give_no_labels(
+def test_samples_without_a_score_give_no_labels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any] | None, told: str
 ) -> None:
     options = {"modes": ("no-tools",), "skill": 1.0, "activations": says(tmp_path / "store", SESSION)}
@@ -180,70 +177,16 @@ def test_samples_without_a_score_of_this_version_give_no_labels(
     assert re.search(told, capsys.readouterr().err)
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    lines = [
-        ",".join(rows[0]),
-        *(",".join("" if value is None else str(value) for value in row.values()) for row in rows),
-    ]
-    path.write_text("\n".join(lines) + "\n")
-
-
-WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
-    "csv": write_csv,
-    "parquet": lambda path, rows: pq.write_table(pa.Table.from_pylist(rows), path),
-    "jsonl": lambda path, rows: path.write_text("".join(json.dumps(row) + "\n" for row in rows)),
-}
-
-
-@pytest.mark.parametrize("kind", WRITERS)
-def test_labels_that_come_later_join_by_run(made: Path, tmp_path: Path, kind: str) -> None:
-    table = labelled(made / "results")
-    ids = table["run_id"].to_pylist()
-    later = [{"run_id": run_id, "sure": number / 4, "note": f"n{number}"} for number, run_id in enumerate(ids[5:9])]
-    WRITERS[kind](tmp_path / f"later.{kind}", later[::-1])
-    found = joined(table, tmp_path / f"later.{kind}")
-    assert found.select(table.column_names) == table
-    assert found.schema.metadata == table.schema.metadata
-    assert found["sure"].to_pylist()[4:10] == [None, 0.0, 0.25, 0.5, 0.75, None]
-    assert found["note"].to_pylist()[5:9] == ["n0", "n1", "n2", "n3"]
-    assert found["note"].null_count == len(ids) - 4
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([{"run_id": "x", "a": 1}, {"run_id": "y", "a": 2}], "2 of 2 run ids have no row in the labels: x, y"),
-        ([{"run_id": "{0}", "a": 1}, {"run_id": "{0}", "a": 2}], "1 run ids are repeated: {0}"),
-        ([{"run_id": None, "a": 1}], "1 of 1 run ids have no row in the labels: None"),
-        ([{"run_id": "{0}", "correct": True}], "the labels have a column correct already"),
-        ([{"run": "{0}", "a": 1}], "has no column run_id; it has run, a"),
-    ],
-)
-def test_labels_that_fit_no_run_are_refused_with_counts(
-    made: Path, tmp_path: Path, rows: list[dict[str, Any]], says: str
-) -> None:
-    table = labelled(made / "results")
-    first = table["run_id"][0].as_py()
-    given = [{name: first if value == "{0}" else value for name, value in row.items()} for row in rows]
-    WRITERS["jsonl"](tmp_path / "later.jsonl", given)
-    with pytest.raises(EvalError) as refused:
-        joined(table, tmp_path / "later.jsonl")
-    assert says.format(first) in str(refused.value)
-
-
 def test_the_command_writes_the_table_and_says_what_is_in_it(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(made / "results", tmp_path / "results")
     table = labelled(made / "results")
-    write_csv(tmp_path / "mine.csv", [{"run_id": table["run_id"][0].as_py(), "mine": 1}])
-    assert main([str(tmp_path / "results"), "--labels", str(tmp_path / "mine.csv")]) == 0
+    assert main([str(tmp_path / "results")]) == 0
     out = tmp_path / "results" / "labels.parquet"
     said = capsys.readouterr().out
-    assert pq.read_table(out).select(table.column_names).to_pylist() == table.to_pylist()
-    assert pq.read_table(out)["mine"].to_pylist()[0] == 1
-    right = sum(table["correct"].to_pylist())
-    assert said.startswith(f"{table.num_rows} runs of 20 problems, {right} of them correct by the normalized rule\n")
+    assert pq.read_table(out).to_pylist() == table.to_pylist()
+    assert said.startswith(f"{table.num_rows} runs of 20 problems; labels: outcome, correct, ")
     assert said.endswith(f"{out}\n")
     assert main([str(tmp_path / "results"), "--turns", "all", "--out", str(tmp_path / "all.parquet")]) == 0
     assert pq.read_table(tmp_path / "all.parquet").num_rows > table.num_rows
@@ -254,8 +197,6 @@ def test_the_command_writes_the_table_and_says_what_is_in_it(
     [
         ("none", [], "config.json cannot be read"),
         ("plain", [], "plain recorded no activations: run the evaluation with --collect-activations"),
-        ("results", ["--labels", "absent.csv"], "absent.csv cannot be read"),
-        ("results", ["--labels", "labels.xlsx"], "labels.xlsx: labels are a .csv, .parquet, .jsonl file"),
         ("results", ["--out", "/no/such/place.parquet"], "/no/such"),
     ],
 )

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 from made import HOSTILE, make_results
 from playwright.sync_api import Page, expect
-from stored import SITES, Store, points
 
 from evals.config import EvalError
-from evals.report.page import main, report_context, write_report
-from evals.results.activation_stats import write_stats
-from evals.results.results import read_json
-from evals.server.readout_client import ReadoutValues
-from evals.task.trajectory import Sample
+from evals.report import page_data
+from evals.report.__main__ import main
+from evals.report.page import write_report
 from tests.browsers import chromium, show
 
 VARIANTS = ("control", "calm", "anxiety")
@@ -64,7 +61,6 @@ def test_the_page_shows_the_summarys_numbers(page: Page, results: Path) -> None:
         assert f"{mode['tokens_per_second']:,.0f}" in seen
     assert "Variants less control, with-tools" in seen
     assert page.evaluate("document.querySelectorAll('#accuracy ~ .scroll svg .range').length") == 6
-    assert page.evaluate("document.querySelectorAll('figure').length") == 12
 
 
 def test_a_row_opens_its_trajectory_and_text_stays_text(page: Page, results: Path) -> None:
@@ -119,17 +115,19 @@ def test_rows_are_sorted_and_chosen(page: Page, results: Path) -> None:
     assert page.evaluate("document.querySelector('#said').textContent") == "no sample fits"
 
 
-def test_of_a_long_run_some_problems_are_in_the_page_and_the_others_named(page: Page, tmp_path: Path) -> None:
+def test_of_a_long_run_some_problems_are_in_the_page_and_the_others_named(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_data, "STEPS_BYTES", 2048)
     directory = make_results(tmp_path / "run", 40, variants=VARIANTS)
     whole = write_report(directory).stat().st_size
-    assert write_report(directory, embed_bytes=20_000).stat().st_size < whole
+    assert write_report(directory, embed_bytes=3_000).stat().st_size < whole
     show(page, f"file://{directory}/report.html")
     said = re.fullmatch(
         r"(\d+) of 240 .* trajectories/\.", page.evaluate("document.querySelector('#embedded').textContent")
     )
     assert said
-    assert 0 < int(said[1]) < 240
-    assert int(said[1]) % 6 == 0  # a problem in all of its conditions
+    assert 0 < int(said[1]) < 50
     opened = page.evaluate(
         """(async () => {
           for (const row of [...document.querySelectorAll('#rows tr.sample')]) row.click();
@@ -140,60 +138,6 @@ def test_of_a_long_run_some_problems_are_in_the_page_and_the_others_named(page: 
     assert len(opened) == 50
     assert any("not in the page" in text for text in opened)
     assert any("Anna has" in text for text in opened)
-
-
-def test_answers_are_coloured_by_the_values_of_their_tokens(page: Page, tmp_path: Path) -> None:
-    def read(sample: Sample) -> ReadoutValues:
-        sure = 1.0 if sample.correct else -1.0
-        return ReadoutValues(
-            tokens=[HOSTILE, "plain", "</s>"], values={"truth": [[3 * sure], [None], [0.123456 * sure]]}
-        )
-
-    directory = make_results(tmp_path / "run", 30, modes=("no-tools",), read=read)
-    show(page, f"file://{directory}/report.html")
-    summary = read_json(directory / "summary.json")["readouts"]
-    (found,) = summary["auroc"]
-    seen = page.evaluate("document.querySelector('[aria-labelledby=readouts]').innerText")
-    assert found["mean"]["auroc"] == 1.0
-    assert f"{found['mean']['ci95'][0]:.3f} to 1.000" in seen
-    low = float(page.evaluate("document.querySelector('#low').textContent"))
-    assert low == pytest.approx(summary["tokens"][0]["mean"] - 2 * summary["tokens"][0]["sd"], rel=1e-3)
-    tokens = "[...document.querySelectorAll('.token')]"
-    for outcome, side, sign in (("correct", "above", ""), ("wrong", "below", "-")):
-        page.select_option("#outcome", outcome)
-        page.evaluate("document.querySelector('#rows button').click()")
-        expect(page.locator(".token")).to_have_count(3)
-        assert page.evaluate(f"{tokens}.map((one) => one.textContent)") == [HOSTILE, "plain", "</s>"]
-        colours = page.evaluate(f"{tokens}.map((one) => one.style.background)")
-        assert side in colours[0]
-        assert colours[1] == ""
-        titles = page.evaluate(f"{tokens}.map((one) => one.title)")
-        assert titles == [f"truth {sign}3", "truth –", f"truth {sign}0.1235"]
-    assert page.evaluate("document.title") == "GSM8K: fake/model"
-    assert page.evaluate("document.querySelectorAll('img').length") == 0
-    page.select_option("#colour", "nothing")
-    assert page.evaluate(f"{tokens}.map((one) => one.style.background)") == [""] * 3
-    assert page.evaluate("document.querySelector('#scale').hidden")
-
-
-def test_activations_are_drawn_by_layer_and_listed_by_point(page: Page, tmp_path: Path) -> None:
-    with Store(tmp_path / "store") as store:
-        directory = make_results(tmp_path / "run", 4, activations=lambda run_id: store.record(run_id, points(1, 9)))
-        write_stats(directory)
-        write_report(directory)
-    show(page, f"file://{directory}/report.html")
-    seen = page.evaluate("document.querySelector('[aria-labelledby=activations]').innerText")
-    stats = read_json(directory / "activation_stats.json")
-    assert f"Of all {stats['runs']} runs" in seen
-    for name, point in stats["points"].items():
-        assert re.search(rf"{re.escape(name)}\s+{point['tokens']}\s+{point['mean_norm']:#.4g}\s", seen)
-    figures = "[...document.querySelectorAll('[aria-labelledby=activations] figure')]"
-    assert page.evaluate(f"{figures}.map((one) => one.querySelector('b').textContent)") == list(SITES)
-    assert (
-        page.evaluate(f"{figures}.map((one) => one.querySelector('.at').innerText.split(/\\s+/))")
-        == [["0", "2", "4"]] * 2
-    )
-    assert page.evaluate(f"{figures}[0].querySelectorAll('.kind-correct .point').length") == 3
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -209,16 +153,6 @@ def test_seven_variants_in_two_modes_fit_the_width_of_a_screen(page: Page, tmp_p
     assert page.evaluate("document.querySelectorAll('[aria-labelledby=outcomes] tbody tr').length") == 14
 
 
-def test_why_there_are_no_statistics_is_said(tmp_path: Path) -> None:
-    at = {"uri": "file:///gone/evaluated/1.arrow", "first_row": 0, "shape": [3, 4], "dtype": "float32"}
-    runs = [{"index": 0, "run_id": "r", "tokens": 3, "prompt_tokens": 2, "points": {"layers.0.output": at}}]
-    meta = {"session_id": "evaluated", "status": "stored", "runs": runs}
-    directory = make_results(tmp_path / "run", 2, activations=lambda run_id: meta)
-    write_stats(directory)
-    text = write_report(directory).read_text()
-    assert "file:///gone/evaluated cannot be read from this machine: use --transfer-activations" in text
-
-
 def test_what_is_not_complete_is_said(tmp_path: Path) -> None:
     directory = make_results(tmp_path / "run", 2)
     summary = json.loads((directory / "summary.json").read_text())
@@ -229,7 +163,9 @@ def test_what_is_not_complete_is_said(tmp_path: Path) -> None:
 def test_the_command_writes_the_page_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = make_results(tmp_path / "run", 2)
     assert main([str(directory)]) == 0
-    assert capsys.readouterr().out.strip() == str(directory / "report.html")
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"{directory / 'report.html'}\n")
+    assert "with-tools - no-tools" in printed  # the paired comparison of the two modes
     before = (directory / "report.html").read_bytes()
     assert main([str(directory)]) == 0
     assert (directory / "report.html").read_bytes() == before
@@ -241,13 +177,3 @@ def test_a_directory_without_a_run_has_no_report(tmp_path: Path, capsys: pytest.
     assert main([str(tmp_path)]) == 2
     assert "no finished evaluation" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_histograms_are_of_the_conditions_that_are_shown(tmp_path: Path) -> None:
-    add = {"op": "add", "point": "layers.1.output", "vector": "calm"}
-    results = make_results(tmp_path / "results", interventions=(add,), sweep={"scale": (-8.0, 8.0)})
-    context = report_context(results)
-    assert len(context["outcomes"]) == 6
-    for histogram in (context["lengths"], context["latencies"]):
-        assert set(histogram.bars) == {"no-tools.control", "with-tools.control"}
-        assert max(map(max, histogram.bars.values())) == 100

@@ -176,7 +176,7 @@ def test_requests_fail_after_one_attempt_once_nothing_usable_has_come_for_too_lo
     for failure in asyncio.run(with_client(server.base_url, use, **options)):
         assert isinstance(failure, RequestFailed)
         assert "HTTP 503: no room; no usable answer for 6" in str(failure)
-        assert "(--max-outage 60): --resume goes on when the server is back" in str(failure)
+        assert "(max_outage 60): --resume goes on when the server is back" in str(failure)
     assert 60 <= time.now < 70  # of all together: each sleeps for some of it
 
 
@@ -193,7 +193,7 @@ def test_an_answer_of_any_kind_to_any_request_ends_the_outage(server: FakeServer
     time = Time()
     with pytest.raises(RequestFailed, match="no usable answer for 4") as failed:
         asyncio.run(with_client(server.base_url, use, max_outage=40.0, clock=time.clock, sleep=time.sleep, retries=9))
-    assert "--max-outage 40" in str(failed.value)
+    assert "max_outage 40" in str(failed.value)
     assert 70 < time.now < 80
 
 
@@ -216,7 +216,7 @@ def test_a_connection_that_breaks_late_makes_an_outage_longer_and_not_for_ever(
     server: FakeServer, renewals: int
 ) -> None:
     time = Time(each=25.0)
-    with pytest.raises(RequestFailed, match=r"no usable answer for \d+ s \(--max-outage 60\)"):
+    with pytest.raises(RequestFailed, match=r"no usable answer for \d+ s \(max_outage 60\)"):
         ask(server.base_url, "[torn]", max_outage=60.0, retries=renewals, clock=time.clock, sleep=time.sleep)
     assert renewals + 1 <= len(server.requests) <= renewals + 3
 

@@ -46,7 +46,7 @@ def test_values_are_the_stored_ones_and_no_more_than_asked_for(
         where, stored = at["sample_info"], load(store.directory / "_" / "evaluated", "r1")[name]
         assert (len(where["positions"]), len(where["dimensions"])) == (rows, across)
         assert torch.equal(torch.tensor(at["data"]), stored[where["positions"]][:, where["dimensions"]].float())
-        assert (at["format"], at["shape"], at["dtype"]) == ("sampled", [20, 8], "bfloat16")
+        assert (at["format"], at["shape"], at["dtype"]) == ("sampled_tensor", [20, 8], "bfloat16")
 
 
 def test_the_same_run_gives_the_same_values_and_another_run_others(store: Store) -> None:
@@ -80,7 +80,7 @@ def test_what_cannot_be_fetched_is_said_in_its_place(store: Store) -> None:
     store.refuse = 2
     found = sample(store, meta, meta | {"runs": [meta["runs"][0] | {"run_id": "gone"}]}, retries=0)
     assert found["r1"] == {
-        "error": "HTTP 503: the store does not answer; no usable answer for 0 s (--max-outage 0): --resume goes on "
+        "error": "HTTP 503: the store does not answer; no usable answer for 0 s (max_outage 0): --resume goes on "
         "when the server is back",
     }
     assert found["gone"] == {"error": "the server does not list it"}

@@ -86,7 +86,7 @@ SHORT = ["--samples", "2", "--max-tokens", "16", "--mode", "no-tools"]
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A server that `--keep-running` left."""
     where = place(tmp_path_factory.mktemp("kept"))
-    done = where.run("first", "--keep-running", "--smoke")
+    done = where.run("first", "--keep-running", *SHORT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"vitrine-demo still runs at {where.base_url}; stop it with: kill {where.process.pid}" in done.stdout
     yield where
@@ -112,7 +112,7 @@ def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: Place) -> None:
 @pytest.mark.long
 def test_a_server_with_other_options_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:
     said = refusal(kept, "third", "--server-option", "max_running=3")
-    assert "was started with other options: max_running is 64; use --fresh to restart it" in said
+    assert f"was started with other options: max_running is 64; stop it: kill {kept.process.pid}" in said
 
 
 @pytest.mark.long
@@ -122,11 +122,14 @@ def test_a_server_with_another_model_is_not_used(kept: Place, refusal: Callable[
 
 
 @pytest.mark.long
-def test_fresh_restarts_it_and_sigterm_in_the_middle_stops_it(kept: Place) -> None:
-    before = kept.process
-    options = ["--fresh", "--mode", "no-tools", "--dataset", "demo"]
+def test_sigterm_in_the_middle_stops_the_server(tmp_path: Path) -> None:
+    where = place(tmp_path)
     process = subprocess.Popen(
-        kept.command("fifth", *options), env=kept.env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        where.command("run", "--mode", "no-tools"),
+        env=where.env,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert process.stdout
     said = b""
@@ -134,13 +137,12 @@ def test_fresh_restarts_it_and_sigterm_in_the_middle_stops_it(kept: Place) -> No
         piece = os.read(process.stdout.fileno(), 4096)
         assert piece, said.decode()
         said += piece
-    assert not before.is_running()
     process.send_signal(signal.SIGTERM)
     said += process.communicate(timeout=180)[0]
     assert process.returncode != 0
     assert b"the server is stopped" in said
-    assert look(kept.base_url) is None
-    assert (kept.results / "fifth" / "server.log").is_file()
+    assert look(where.base_url) is None
+    assert (where.results / "run" / "server.log").is_file()
 
 
 @pytest.mark.long
@@ -198,16 +200,14 @@ def test_a_stranger_that_answers_200_to_all_is_neither_used_nor_stopped(
         thread = threading.Thread(target=server.serve_forever, args=(EACH_S,))
         thread.start()
         where = place(tmp_path)._replace(base_url=f"http://127.0.0.1:{server.server_port}/v1")
-        for fresh in ([], ["--fresh"]):
-            assert "answers, but is no Vitrine server" in refusal(where, "run", *fresh)
+        assert "answers, but is no Vitrine server" in refusal(where, "run")
         server.shutdown()
         thread.join()
 
 
-def test_fresh_stops_no_server_that_serve_did_not_start(
+def test_a_server_that_serve_did_not_start_has_no_known_options(
     served: Any, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     where = place(tmp_path)._replace(base_url=served.base_url)
-    assert "was not started by --serve, so --fresh cannot stop it" in refusal(where, "run", "--fresh")
     assert "its options are not known" in refusal(where, "run", "--server-option", "max_running=64")
     assert look(served.base_url)

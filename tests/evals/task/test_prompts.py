@@ -13,43 +13,13 @@ from evals.gsm8k.options import parse_args
 from evals.scoring import is_correct
 from evals.task.few_shot import SHIPPED, load_few_shot
 from evals.task.problems import question_id
-from evals.task.prompts import FewShot, load_variants
+from evals.task.prompts import Example
 
 Write = Callable[..., Path]
-NAMES = ("control", "frustration", "impatience", "anxiety", "collaborative", "patience", "calm")
 
 
-def examples(asked: set[str], *argv: str) -> FewShot | None:
+def examples(asked: set[str], *argv: str) -> list[Example]:
     return load_few_shot(parse_args(argv), asked)
-
-
-def test_the_shipped_variants_are_seven_with_a_bare_control() -> None:
-    texts = load_variants(NAMES, None)
-    assert texts["control"] == ""
-    assert len(set(texts.values())) == 7
-
-
-def test_variants_may_come_from_a_file_of_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("joy: |\n  I am happy!\n")
-    assert load_variants(("control", "joy"), path) == {"control": "", "joy": "I am happy!"}
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("joy: a", "has no gloom, only control, joy"),
-        ("- joy", "not a map"),
-        ("gloom: 3", "not a map"),
-        ("a: [", "variants-file"),
-        ("control: something\ngloom: a", "control has a text"),
-    ],
-)
-def test_a_wrong_file_of_variants_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(EvalError, match=says):
-        load_variants(("gloom",), path)
 
 
 def test_the_shipped_examples_are_gsm8ks_format_and_right() -> None:
@@ -62,32 +32,20 @@ def test_the_shipped_examples_are_gsm8ks_format_and_right() -> None:
             assert eval(step.split("=")[0].split()[-1]) == int(sides[0])  # noqa: S307
 
 
-def test_examples_are_the_first_of_the_train_split_that_are_not_asked(write_problems: Write) -> None:
-    test = write_problems("[b]", name="test.jsonl")
-    write_problems("[b]", "[c]", "[d]", "[e]", name="train.jsonl")
-    shown = examples({question_id("[b] What is 0 + 1000?")}, "--dataset", str(test), "--few-shot", "2")
-    assert shown
-    assert [example.question for example in shown.examples] == ["[c] What is 1 + 1000?", "[d] What is 2 + 1000?"]
-    assert shown.source == str(test.with_name("train.jsonl"))
-
-
 def test_examples_come_from_a_file_that_is_named_else_from_those_that_ship(write_problems: Write) -> None:
-    path = write_problems("[own]")
-    named = examples(set(), "--few-shot", "1", "--few-shot-file", str(path))
-    assert named
-    assert named.examples[0].question.startswith("[own]")
-    for dataset in ("demo", str(path)):
-        shipped = examples(set(), "--few-shot", "8", "--dataset", dataset)
-        assert shipped
-        assert shipped.source == "evals/few_shot.jsonl"
-    assert examples(set()) is None
+    path = write_problems("[a]", "[b]")
+    asked = question_id("[b] What is 1 + 1000?")  # which is no example then
+    assert [one.question for one in examples({asked}, "--few-shot", str(path))] == ["[a] What is 0 + 1000?"]
+    shipped = [json.loads(line)["question"] for line in SHIPPED.read_text().splitlines()]
+    assert [one.question for one in examples(set(), "--few-shot", "3")] == shipped[:3]
+    assert examples(set()) == []
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["--few-shot", "9"], "has only 8"),
-        (["--few-shot", "1", "--few-shot-file", "absent.jsonl"], r"--few-shot-file \S+absent.jsonl: no file"),
+        (["--few-shot", "absent.jsonl"], r"--few-shot \S+absent.jsonl: no file"),
     ],
 )
 def test_examples_that_are_not_there_are_said(argv: list[str], says: str) -> None:
@@ -108,10 +66,10 @@ def test_each_problem_is_asked_in_each_variant_after_the_examples(
     roles = [message["role"] for message in server.requests[0]["messages"]]
     assert roles == ["user", "assistant", "user", "assistant", "user"]
     shown = [message["content"] for message in server.requests[0]["messages"][:4]]
-    first, second = told["few_shot"]["examples"]
+    first, second = told["few_shot"]
     assert shown[:2] == [first["question"] + INSTRUCTION, first["answer"]]
     assert shown[2:] == [second["question"] + INSTRUCTION, second["answer"]]
-    assert (told["few_shot"]["source"], told["instruction"]) == ("evals/few_shot.jsonl", INSTRUCTION)
+    assert told["instruction"] == INSTRUCTION
     # One after the other: both variants of a problem, then those of the next.
     asked = [body["messages"][-1]["content"] for body in server.requests]
     questions = [f" What is {i} + 1000?{INSTRUCTION}" for i in range(3)]

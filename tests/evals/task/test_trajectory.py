@@ -1,5 +1,6 @@
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,17 @@ from fake_openai import FakeServer
 
 from deployments.demo_model import INSTRUCTION
 from evals.config import Config, EvalError, Mode
-from evals.gsm8k.checks import check
 from evals.gsm8k.options import parse_args
+from evals.gsm8k.preparation import check
 from evals.server.client import PRESET, ChatClient
 from evals.task import steering
-from evals.task.prompts import Example, FewShot, Prompts
+from evals.task.prompts import Example, Prompts
 from evals.task.records import agent_state, trajectory
 from evals.task.trajectory import Problem, Sample, run_problem
 
 
-def play(server: FakeServer, label: str, mode: Mode, *options: str, few_shot: FewShot | None = None) -> Sample:
-    config = parse_args(["--base-url", server.base_url, "--model", "fake/model", "--retries", "0", *options])
+def play(server: FakeServer, label: str, mode: Mode, *options: str, few_shot: Sequence[Example] = ()) -> Sample:
+    config = parse_args(["--base-url", server.base_url, "--model", "fake/model", *options])
 
     async def talk(config: Config) -> Sample:
         client = ChatClient(config.base_url, timeout=30, retries=0, parallel=1)
@@ -69,7 +70,7 @@ def test_half_an_emoji_of_the_model_is_kept_from_text_and_tools(server: FakeServ
         return {"choices": [{"message": said.pop(0), "finish_reason": reason}], "usage": {"prompt_tokens": None}}
 
     config = parse_args(["--model", "fake/model"])
-    prompts = Prompts({"control": ""}, None)
+    prompts = Prompts({"control": ""})
     sample = asyncio.run(run_problem(chat, Problem("abc", "2 + 3?", "5"), "with-tools", "control", config, prompts))
     assert (sample.outcome, sample.prompt_tokens) == ("correct", 0)
     assert sample.messages[1]["content"] == "half ?"
@@ -90,12 +91,7 @@ def test_half_an_emoji_of_the_model_is_kept_from_text_and_tools(server: FakeServ
     ],
 )
 def test_each_sample_has_one_outcome(server: FakeServer, label: str, outcome: str) -> None:
-    assert play(server, label, "with-tools", "--max-turns", "3").outcome == outcome
-
-
-def test_the_tool_loop_ends_at_the_turn_limit(server: FakeServer) -> None:
-    sample = play(server, "[loop]", "with-tools", "--max-turns", "3")
-    assert (len(sample.turns), sample.turn_limit, sample.correct, sample.error) == (3, True, False, None)
+    assert play(server, label, "with-tools").outcome == outcome
 
 
 @pytest.mark.parametrize(
@@ -117,7 +113,7 @@ def test_a_conversation_that_grows_too_long_is_a_wrong_answer_on_any_turn(
 
 
 def test_worked_examples_are_no_answer_of_the_model(server: FakeServer) -> None:
-    shown = FewShot("here", (Example("e", "What is 2 + 3?", "#### 5"),))
+    shown = [Example("e", "What is 2 + 3?", "#### 5")]
     sample = play(server, "[wide]", "no-tools", few_shot=shown)
     assert (sample.outcome, sample.completion) == ("truncated", "")
 
@@ -125,8 +121,10 @@ def test_worked_examples_are_no_answer_of_the_model(server: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("rule", "outcome"), [("strict", "invalid"), ("flexible", "correct"), ("normalized", "invalid")]
 )
-def test_the_rule_decides_what_is_correct(server: FakeServer, rule: str, outcome: str) -> None:
-    sample = play(server, "[invalid]", "no-tools", "--rule", rule)
+def test_the_rule_decides_what_is_correct(
+    server: FakeServer, further: Callable[..., list[str]], rule: str, outcome: str
+) -> None:
+    sample = play(server, "[invalid]", "no-tools", *further(rule=rule))
     assert (sample.outcome, sample.correct) == (outcome, outcome == "correct")
     assert (sample.correct_strict, sample.correct_flexible, sample.correct_normalized) == (False, True, False)
     assert (sample.strict, sample.flexible, sample.normalized) == (None, "5", None)
@@ -141,22 +139,11 @@ def test_what_is_wrong_with_a_call_goes_back_to_the_model(server: FakeServer) ->
     assert (call["name"], call["error"], call["result"]) == ("calculator", True, "error: division by zero")
 
 
-def test_a_cut_answer_is_said_to_be_cut(server: FakeServer) -> None:
-    sample = play(server, "[cut]", "no-tools")
-    assert (sample.finish_reason, sample.strict, sample.correct) == ("length", None, False)
-
-
-def test_a_failed_sample_has_its_error_and_no_score(server: FakeServer) -> None:
-    sample = play(server, "[refused]", "no-tools")
-    assert "HTTP 400" in str(sample.error)
-    assert (sample.correct, sample.correct_flexible, sample.completion) == (None, None, None)
-
-
 def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) -> None:
     def captured(mode: Mode, *options: str) -> list[dict[str, Any]]:
         server.requests.clear()
-        play(server, "", mode, "--collect-activations", "--session-id", "s", *options)
-        assert all(b["session_id"] == "s" and b["store_activations"] is True for b in server.requests)
+        play(server, "", mode, "--collect-activations", *options)
+        assert all(b["session_id"].startswith("gsm8k-") and b["store_activations"] is True for b in server.requests)
         return [body["capture"] for body in server.requests]
 
     tags = {"mode": "with-tools", "variant": "control", "eval": "gsm8k", "turn": "0"}
@@ -164,14 +151,9 @@ def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) ->
         {"sample_id": "abc", "tags": tags, "store_text": True},
         {"sample_id": "abc", "tags": tags | {"turn": "1"}, "store_text": True},
     ]
-    (points,) = captured("no-tools", "--points", "embed.output,norm.output")
-    assert points["points"] == ["embed.output", "norm.output"]
-    assert "tokens" not in points
-    (last,) = captured("no-tools", "--tokens", "last")
-    (three,) = captured("no-tools", "--tokens", "last:3")
-    assert (last["tokens"], three["tokens"]) == ("last", {"last": 3})
-    (layers,) = captured("no-tools", "--layers", "1,2", "--sites", "mlp.output")
-    assert (layers["layers"], layers["sites"]) == ([1, 2], ["mlp.output"])
+    asked = {"layers": [1, 2], "sites": ["mlp.output"], "tokens": {"last": 3}}
+    (capture,) = captured("no-tools", "--capture", json.dumps(asked))
+    assert capture | asked == capture
 
 
 def talk(said: list[dict[str, Any]], *options: str, mode: Mode = "with-tools") -> tuple[Sample, list[dict[str, Any]]]:
@@ -186,7 +168,7 @@ def talk(said: list[dict[str, Any]], *options: str, mode: Mode = "with-tools") -
         return {"choices": [{"message": message, "finish_reason": reason}], "usage": usage, PRESET: "calm"}
 
     config = parse_args(["--model", "fake/model", *options])
-    prompts = Prompts({"control": ""}, None, system=config.system)
+    prompts = Prompts({"control": ""}, system=config.system)
     problem = Problem("abc", "2 + 3?", "5")
     return asyncio.run(run_problem(chat, problem, mode, steering.asked(config)[-1], config, prompts)), bodies
 
@@ -202,34 +184,6 @@ def test_thoughts_are_kept_counted_and_go_back_in_a_tool_loop() -> None:
     assert [turn.preset for turn in sample.turns] == ["calm", "calm"]
 
 
-def test_the_template_the_system_prompt_and_top_p_are_the_options_own() -> None:
-    told = ["--system", "Be brief.", "--chat-template-kwargs", '{"enable_thinking": false}']
-    _, (body,) = talk([{"content": "#### 5"}], *told, "--top-p", "0.9", "--temperature", "0.6", mode="no-tools")
-    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
-    assert (body["chat_template_kwargs"], body["top_p"], body["temperature"]) == ({"enable_thinking": False}, 0.9, 0.6)
-
-
-def test_answers_are_drawn_by_a_seed_of_their_own() -> None:
-    drawn = ["--temperature", "1", "--seed", "1"]
-    seeds = [
-        talk([{"content": "#### 5"}], *drawn, *more, mode="no-tools")[1][0]["seed"]
-        for more in ([], ["--sampling-seed", "1"], ["--sampling-seed", "2"])
-    ]
-    assert seeds[0] == seeds[1] != seeds[2]
-
-
-def test_a_text_protocol_stands_for_tools() -> None:
-    said = [{"content": "Let me see: <calculator>2 + 3"}, {"content": "#### 5"}]
-    sample, bodies = talk(said, "--tools", "text")
-    assert all("tools" not in body and body["stop"] == ["</calculator>"] for body in bodies)
-    user, assistant, result = bodies[1]["messages"]
-    assert "<calculator>12 * 3</calculator>" in user["content"]
-    assert assistant["content"] == "Let me see: <calculator>2 + 3</calculator>"
-    assert result == {"role": "user", "content": "<result>5</result>"}
-    assert [message["role"] for message in sample.messages] == ["user", "assistant", "tool", "assistant"]
-    assert (sample.outcome, agent_state(sample)["tool_calls"][0]["result"]) == ("correct", "5")
-
-
 def test_a_sweep_steers_each_layer_with_each_scale(tmp_path: Path) -> None:
     file = tmp_path / "calm.yaml"
     file.write_text("[{op: add, point: 'layers.{layer}.output', vector: 'calm-{layer}', scale: 1}]")
@@ -237,8 +191,8 @@ def test_a_sweep_steers_each_layer_with_each_scale(tmp_path: Path) -> None:
     config = parse_args(["--model", "fake/model", *told])
     names = [f"control_layer{layer}_scale{scale}" for layer in (8, 12) for scale in ("-4", "4p5")]
     assert steering.asked(config) == ("control", *names)
-    beside = parse_args(["--model", "fake/model", *told, "--variants", "control,calm", "--steer", "control"])
-    assert steering.asked(beside) == ("control", "calm", *names)
+    beside = parse_args(["--model", "fake/model", *told, "--variants", "control,calm"])
+    assert len(steering.asked(beside)) == 2 + 2 * 4
     sample, (body,) = talk([{"content": "#### 5"}], *told, mode="no-tools")
     expected = {"op": "add", "point": "layers.12.output", "vector": "calm-12", "scale": 4.5}
     assert (sample.variant, body["interventions"]) == (names[-1], [expected])
@@ -287,7 +241,8 @@ def test_scales_are_refused_where_no_intervention_has_one(tmp_path: Path, capsys
 
 def test_conditions_of_one_name_are_refused(tmp_path: Path) -> None:
     told = steered(tmp_path, [ADD | {"point": "layers.8.output"}], "--sweep")
-    for more in (["scale=1", "--variants", "control,control_scale1"], ["scale=1.0000001,1.0000002"]):
+    (tmp_path / "both.yaml").write_text("{control: '', control_scale1: Hurry!}")
+    for more in (["scale=1", "--variants", str(tmp_path / "both.yaml")], ["scale=1.0000001,1.0000002"]):
         config = parse_args(["--model", "fake/model", *told, *more])
         with pytest.raises(EvalError, match="two conditions would be named control_scale1"):
-            check(config, {"model": {}, "server": {}, "readouts": None}, [])
+            check(config, {"model": {}, "server": {"versions": None}}, [])

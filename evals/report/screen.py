@@ -5,14 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evals.config import CONTROL
-from evals.gsm8k.options import in_ray_job
-from evals.results.tally import pair_name, unswept
+from evals.config import CONTROL, in_ray_job
+from evals.results.tally import unswept
 from evals.scoring import RULES, Rule
 
-TEXT_TOOLS = "the calculator was offered in plain text (--tools text)"
 REASONS = 3  # printed on the screen
-READOUTS = 20  # rows of them
 STAR, LEVEL = "*", 0.05
 COUNTED = ("invalid", "truncated", "timed_out", "failed")  # outcomes
 
@@ -20,19 +17,16 @@ COUNTED = ("invalid", "truncated", "timed_out", "failed")  # outcomes
 def render(summary: dict[str, Any], directory: Path) -> str:
     """The summary as aligned plain text, with the code that loads one recorded point."""
     model, dataset, problems = summary["model"], summary["dataset"], summary["counts"]["problems"]
-    repeated = f"; {summary['repeated']} rows repeat a question" if summary["repeated"] else ""
-    lines = ["", f"{model} on {dataset}, {problems} problems{repeated}", ""]
+    lines = ["", f"{model} on {dataset}, {problems} problems", ""]
     lines += [_table(summary)]
-    others = f"by the other rules, and on how many answers each agrees with {summary['rule']}"
-    lines += ["", others, "", _rules(summary)]
+    lines += ["", "by the other rules", "", _rules(summary)]
     plain = unswept(summary)
     found = [pair for pair in summary["paired"] if pair["difference"] is not None and pair["b"] in plain]
     if pairs := [_difference(pair) for pair in found]:
         lines += ["", "paired accuracy differences, in points", "", aligned(pairs)]
     lines += _sweep(summary)
     lines += _several(summary)
-    lines += _tools_and_reasoning(summary)
-    lines += _readouts(summary["readouts"])
+    lines += _reasoning(summary)
     if summary["not_paired"]:
         lines += ["", summary["not_paired"]]
     lines += ["", f"results      {where(directory)}", f"report       {directory / 'report.html'}"]
@@ -72,16 +66,12 @@ def columns(condition: dict[str, Any], rule: Rule) -> list[str]:
 
 
 def _rules(summary: dict[str, Any]) -> str:
-    """Accuracy by the rules that do not decide, and on how many answers each agrees with the one that does."""
-    rule = summary["rule"]
-    others = [other for other in RULES if other != rule]
-    rows = [["", *(head for other in others for head in (f"{other} ±SE", "95% interval", "agree"))]]
+    """Accuracy by the rules that do not decide."""
+    others = [rule for rule in RULES if rule != summary["rule"]]
+    rows = [["", *(head for rule in others for head in (f"{rule} ±SE", "95% interval"))]]
     for c in unswept(summary).values():
-        row = [_name(c["mode"], c["variant"])]
-        for other in others:
-            agree = f"{c['agreement'][pair_name(rule, other)]} of {c[other]['of']}"
-            row += [score(c[other]), interval(c[other]["ci95"]), agree]
-        rows.append(row)
+        texts = (text for rule in others for text in (score(c[rule]), interval(c[rule]["ci95"])))
+        rows.append([_name(c["mode"], c["variant"]), *texts])
     return aligned(rows)
 
 
@@ -117,33 +107,15 @@ def _several(summary: dict[str, Any]) -> list[str]:
     return ["", aligned(rows)] if rows else []
 
 
-def _tools_and_reasoning(summary: dict[str, Any]) -> list[str]:
-    """How the calculator was offered, where the template did not do it, and how much was thought."""
+def _reasoning(summary: dict[str, Any]) -> list[str]:
+    """How much was thought."""
     thoughts = [
         f"{_name(c['mode'], c['variant'])}: {c['reasoning']['samples']} of {c['samples']} samples with thoughts, "
         f"{c['reasoning']['tokens']:,} tokens of them counted"
         for c in unswept(summary).values()
         if c["reasoning"]["samples"]
     ]
-    told = [TEXT_TOOLS] * (summary["config"].get("tools") == "text" and "with-tools" in summary["modes"]) + thoughts
-    return ["", *told] if told else []
-
-
-def _readouts(found: dict[str, Any] | None) -> list[str]:
-    """AUROC of the readouts' scores of samples against the outcome."""
-    if not found:
-        return []
-    rows = [["", "mean of tokens", "95% interval", "last token", "95% interval", "right", "of"]]
-    for one in found["auroc"][:READOUTS]:
-        row = [f"{_name(one['mode'], one['variant'])} {one['readout']} {one['label'] or ''}".rstrip()]
-        for which in ("mean", "last"):
-            bounds = one[which]["ci95"]
-            row += [number(one[which]["auroc"], ".3f"), f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"]
-        rows.append([*row, str(one["mean"]["correct"]), str(one["mean"]["samples"])])
-    more = len(found["auroc"]) - READOUTS
-    rest = [f"and {more} more in summary.json"] if more > 0 else []
-    reasons = dict.fromkeys(one[w]["why_not"] for one in found["auroc"] for w in ("mean", "last") if one[w]["why_not"])
-    return ["", "AUROC of readouts against the outcome", "", aligned(rows), *rest, *reasons]
+    return ["", *thoughts] if thoughts else []
 
 
 def _difference(pair: dict[str, Any]) -> list[str]:
@@ -171,9 +143,7 @@ def aligned(rows: list[list[str]]) -> str:
 def _activations(recorded: dict[str, Any]) -> list[str]:
     where = recorded["where"] or ["nowhere: the server stored none"]
     runs, tokens, points = recorded["runs"], recorded["tokens"], len(recorded["points"])
-    size = f"bytes not known: {recorded['bytes_why_not']}"
-    if recorded["bytes"] is not None:
-        size = f"{recorded['bytes'] / 1e6:,.1f} MB"
+    size = "bytes not known" if recorded["bytes"] is None else f"{recorded['bytes'] / 1e6:,.1f} MB"
     lines = [f"activations  {where[0]}" + (f" and {len(where) - 1} more" if len(where) > 1 else "")]
     lines += [f"             {runs} runs, {tokens:,} tokens, {points} points, {size}"]
     if recorded["not_stored"]:

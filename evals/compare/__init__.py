@@ -1,4 +1,0 @@
-"""`python -m evals.compare A B [C ...]`: results directories side by side.
-
-Paired where they share problems.
-"""
