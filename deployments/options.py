@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from deployments.errors import nearest
 from deployments.savepoint import Savepoint
@@ -116,9 +116,8 @@ class Options(BaseModel):
         max_queued: The most further sequences that wait in a replica's queue; more get 429.
         prefill_tokens: The most prompt tokens of one forward pass; at most a fifth of it while streams decode. A
             longer prompt runs in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
-        kv_bytes: The most memory for keys and values of a replica, in bytes.
-        kv_fraction: The same as a fraction of the memory that is free at start, if `kv_bytes` is not set. Replicas on
-            CPUs, and those that share a GPU, divide that fraction among them.
+        kv_fraction: The most memory for keys and values of a replica: a fraction of what is free at start, which
+            replicas on CPUs, and those that share a GPU, divide among them; or a size such as `2GiB`.
         request_timeout_s: Seconds after which a request gets 504.
         api_keys_file: A file of API keys, each as `role:key` or `role@name:key`. Like the variable `VITRINE_API_KEYS`
             it is read when the application is built; only digests of the keys leave that process.
@@ -157,11 +156,8 @@ class Options(BaseModel):
             rejected if the system cannot isolate code and other machines reach the server. `none` runs code as the
             server's user.
         client_code_timeout_s: Seconds after which a client's job is stopped.
-        client_code_body_bytes: The largest job that a client may send, compressed; larger ones get 413.
-        client_code_memory_bytes: Host memory of a client's job beyond the weights, which it shares.
-        client_code_result_bytes: The largest result of a client's job.
-        client_code_threads: torch threads of a client's job; by default half of the replica's.
-        max_client_jobs: The most jobs that wait at a replica for the one that runs.
+        client_code_memory_bytes: Host memory of a client's job beyond the weights, which it shares. Its result may
+            have a sixteenth of it.
         public_url: The server's address as clients reach it, if their requests do not show it, for example behind a
             proxy that ends TLS. Large results of clients' jobs are fetched from it, and `/v1/models` shows it, so it
             must not have a user, key or query.
@@ -187,8 +183,7 @@ class Options(BaseModel):
     max_running: int = Field(default=64, ge=1)
     max_queued: int = Field(default=1024, ge=0)
     prefill_tokens: int | None = Field(default=None, ge=1)
-    kv_bytes: int | None = Field(default=None, ge=1)
-    kv_fraction: float = Field(default=0.5, gt=0, le=1)
+    kv_fraction: float | str = 0.5
     request_timeout_s: float = Field(default=600, gt=0)
     api_keys_file: str | None = Field(default=None, min_length=1)
     open: bool = False
@@ -212,11 +207,7 @@ class Options(BaseModel):
     allow_client_code: bool = False
     client_code_sandbox: Literal["auto", "none"] = "auto"
     client_code_timeout_s: float = Field(default=300, gt=0)
-    client_code_body_bytes: int = Field(default=16 << 20, ge=1)
     client_code_memory_bytes: int = Field(default=4 << 30, ge=1)
-    client_code_result_bytes: int = Field(default=256 << 20, ge=1)
-    client_code_threads: int | None = Field(default=None, ge=1)
-    max_client_jobs: int = Field(default=32, ge=1)
     public_url: str | None = Field(default=None, pattern=r"^https?://[^\s]+[^/\s]$")
 
     @field_validator("allowed_hosts", "cors_origins", mode="before")
@@ -239,6 +230,17 @@ class Options(BaseModel):
             if not re.fullmatch(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:]+", host):
                 raise ValueError(f"{host!r} is not a host: give a name or an address, without a port")
         return tuple(host.lower() for host in value)
+
+    @field_validator("kv_fraction", mode="before")
+    @classmethod
+    def _is_a_fraction_or_a_size(cls, value: Any) -> Any:
+        try:
+            fits = 0 < (value := float(value)) <= 1
+        except (TypeError, ValueError):
+            fits = _bytes_of(value) is not None
+        if not fits:
+            raise ValueError("must be above 0 and at most 1, or a size in bytes such as 2GiB")
+        return value
 
     @field_validator("models_dir")
     @classmethod
@@ -281,6 +283,11 @@ class Options(BaseModel):
         return value
 
     @property
+    def kv_bytes(self) -> int | None:
+        """The size in `kv_fraction`, if it is one."""
+        return _bytes_of(self.kv_fraction) if isinstance(self.kv_fraction, str) else None
+
+    @property
     def max_tensor_file_bytes(self) -> int:
         """The most bytes of a tensor file, whose messages Serve limits."""
         return min(self.max_client_store_bytes // 16, 64 << 20)
@@ -311,6 +318,14 @@ class Options(BaseModel):
         """
         kept = self.model_dump(exclude=SETTINGS | {"model_id"})
         return Options.model_validate(kept | {"model": model} | settings)
+
+
+def _bytes_of(value: Any) -> int | None:
+    """The bytes of a size such as `2GiB`; None if it is none."""
+    try:
+        return TypeAdapter(ByteSize).validate_python(value) or None
+    except ValidationError:
+        return None
 
 
 SETTINGS = {

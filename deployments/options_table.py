@@ -51,6 +51,8 @@ def _takes(field: FieldInfo) -> str:
         return ", ".join(f"`{value}`" for value in kinds)
     if get_origin(field.annotation) is tuple:
         return "names, separated by commas" if kinds[0] is str else "a list, in a file"
+    if kinds == [float, str]:
+        return "a number, or a size"
     words: dict[Any, str] = {bool: "`true`, `false`", int: "a whole number", float: "a number", str: "a text"}
     return words.get(kinds[0], "a text") + (" or an object, in a file" if len(kinds) > 1 else "")
 

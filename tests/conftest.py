@@ -235,7 +235,7 @@ def another_app(served: Served) -> Callable[..., AbstractContextManager[str]]:
 def runs_code(another_app: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
     """The root of an application that runs clients' code, with little memory and time for each job."""
     options = ("allow_client_code=true", "client_code_timeout_s=10", "client_code_memory_bytes=1000000000")
-    with another_app("code", *options, "client_code_result_bytes=8000000") as root:
+    with another_app("code", *options) as root:
         yield root
 
 

@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     findings, script = Findings(options), Script(options.model, options.dtype)
     running = Engine(load(source(options.model), dtype=options.dtype), kv_bytes=KV_BYTES)
-    settings = {"dtype": options.dtype, "threads": options.threads, "kv_bytes": KV_BYTES}
+    settings = {"dtype": options.dtype, "threads": options.threads, "kv_fraction": f"{KV_BYTES}B"}
     with (
         tempfile.TemporaryDirectory(prefix="vt-collecting-") as name,
         vitrine.serve(options.model, activations_dir=f"{name}/served", **settings) as server,

@@ -29,6 +29,8 @@ import_nnsight()  # modules imported above import nnsight, which gives all objec
 logger = logging.getLogger("ray.serve")
 
 LOG_BYTES = 1 << 20  # that a job may print
+RESULT_SHARE = 16  # a result may have this part of a job's memory
+MOST_WAITING = 32  # jobs of a replica
 STREAMED_BYTES = 1 << 20  # a result up to this size is sent with its message; a larger one is fetched
 HEARTBEAT_S = 1.0  # between heartbeats to the board, which answers whether a client waits
 LOST_S = 30.0  # without the board's answer after which no client is assumed to wait
@@ -56,9 +58,9 @@ def runner(options: Options, model: Model, host: str | None) -> CodeRunner:
     limits = Limits(
         seconds=options.client_code_timeout_s,
         memory_bytes=options.client_code_memory_bytes,
-        result_bytes=options.client_code_result_bytes,
+        result_bytes=options.client_code_memory_bytes // RESULT_SHARE,
         log_bytes=LOG_BYTES,
-        threads=options.client_code_threads or max(1, torch.get_num_threads() // 2),
+        threads=max(1, torch.get_num_threads() // 2),
     )
     return CodeRunner(options, job_model, connect(), limits)
 
@@ -110,7 +112,7 @@ class CodeRunner:
             RequestError: It needs another revision or the repository's own code, or too many jobs wait.
         """
         self._check(job)
-        if self._waiting > self._options.max_client_jobs:
+        if self._waiting > MOST_WAITING:
             raise RequestError(f"{self._waiting} jobs are waiting already: try again later", None, "server_busy", 429)
         self._waiting += 1
         try:

@@ -96,7 +96,7 @@ def _engine(options: Options) -> Engine:
         max_running=options.max_running,
         prefill_tokens=options.prefill_tokens,
         kv_bytes=options.kv_bytes,
-        kv_fraction=options.kv_fraction / _sharing(options, model.device.type),
+        kv_fraction=None if options.kv_bytes else float(options.kv_fraction) / _sharing(options, model.device.type),
         capture_bytes=options.capture_memory_bytes,
     )
 

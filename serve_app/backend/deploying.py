@@ -32,7 +32,7 @@ RELEASE_S = 3.0  # until Ray counts the GPU of a replica that has just ended as 
 
 def environment(options: Options) -> dict[str, Any]:
     """Ray options of an actor that serves: its environment, which allows messages as large as bodies."""
-    length = max(_MESSAGE_BYTES, 2 * max(options.client_code_body_bytes, options.max_readout_file_bytes))
+    length = max(_MESSAGE_BYTES, 2 * options.max_readout_file_bytes)
     length = min(length, (1 << 31) - 1)  # gRPC's own limit
     return {"runtime_env": {"env_vars": FAST_PATH | {_MESSAGE_LENGTH: str(length)}}}
 

@@ -13,6 +13,7 @@ from serve_app.http.errors import ApiError
 
 TENSORS, READOUTS, JOBS = "/v1/tensors", "/v1/readouts", "/request"  # routes whose bodies are files or forms
 BYTES, FORM, JSON = "application/octet-stream", "multipart/form-data", "application/json"
+MOST_JOB = 16 << 20  # bytes of a block of clients' code with all that it refers to, compressed
 MOST_HEADERS = 64 << 10  # bytes of all headers of a request
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -31,7 +32,7 @@ class Limits:
         self._bodies = {  # by path: the content type, the most bytes, and what an error calls it
             TENSORS: (BYTES, options.max_tensor_file_bytes, "tensor"),
             READOUTS: (FORM, options.max_readout_file_bytes, "readout"),
-            JOBS: (FORM, options.client_code_body_bytes, "body"),
+            JOBS: (FORM, MOST_JOB, "body"),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

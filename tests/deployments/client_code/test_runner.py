@@ -86,8 +86,10 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def runner(shared, board, sandbox, forked_hosts):
-    made = CodeRunner(Options(max_client_jobs=2), JobModel(shared.shared, shared.tokenizer, sandbox), board, LIMITS)
-    yield made
+    made = CodeRunner(Options(), JobModel(shared.shared, shared.tokenizer, sandbox), board, LIMITS)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("deployments.client_code.runner.MOST_WAITING", 2)
+        yield made
     made.close()
 
 
