@@ -4,12 +4,10 @@ completion -> stored run -> the same over HTTP -> deleted
 """
 
 import asyncio
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +17,9 @@ from evals.config import Config, EvalError
 from evals.server.answers import RequestFailed
 from evals.server.client import ChatClient
 from evals.server.inline import UNREADABLE
-from evals.server.stored_runs import arrays_of, entries_of, write_runs
+from evals.server.stored_runs import array_of, stored_run
+from vitrine.runs.fetching import named
 
-# What an answer raises that is odd, or none of a server of models.
-STEP_ERRORS = (AttributeError, *UNREADABLE)
 QUESTION = "Ann has 3 boxes of 12 pens. How many pens is that?"
 NEW_TOKENS = 16
 
@@ -70,7 +67,7 @@ def _step(name: str) -> Iterator[Callable[[str], None]]:
     began, said = time.monotonic(), list[str]()
     try:
         yield said.append
-    except (EvalError, RequestFailed, *STEP_ERRORS) as error:
+    except (EvalError, RequestFailed, *UNREADABLE) as error:
         reason = str(error) if isinstance(error, EvalError | RequestFailed) else f"{type(error).__name__}: {error}"
         raise EvalError(f"{name}: {reason}") from error
     print(f"smoke: {name:<12}{time.monotonic() - began:6.2f} s  {' '.join(said)}", flush=True)
@@ -107,7 +104,7 @@ async def _gone(client: ChatClient, where: str) -> str:
     try:
         await client.read(where)
     except RequestFailed as failure:
-        if failure.error.get("code") != "session_not_found":
+        if failure.code != "session_not_found":
             raise
         return "the server knows it no more"
     raise EvalError("the session is still there")
@@ -123,18 +120,14 @@ async def _listed(client: ChatClient, where: str, run: dict[str, Any]) -> str:
 
 async def _read_back(client: ChatClient, run: dict[str, Any]) -> str:
     """Every point has the shape that the answer named, and values that are numbers."""
-    entry = (await entries_of(client, [run["run_id"]]))[run["run_id"]]
-    total = 0
-    with tempfile.NamedTemporaryFile(suffix=".arrow") as file:
-        await write_runs(client, [entry], file)
-        file.flush()
-        arrays, _ = arrays_of(Path(file.name))
-        for name, point in points_of(run).items():
-            values, said = arrays[name], shape_of(point)
-            # An axis that grows is as wide as the last token sees: all of them.
-            if list(values.shape) != [run["tokens"] if size is None else size for size in said] or not values.size:
-                raise EvalError(f"{name} is {list(values.shape)} over HTTP, and the answer said {said}")
-            if not np.isfinite(values).all():
-                raise EvalError(f"{name} holds values that are no finite numbers")
-            total += values.size
+    entry = (await named(client, [run["run_id"]]))[run["run_id"]]
+    stored, total = await stored_run(client, entry), 0
+    for name, point in points_of(run).items():
+        values, said = array_of(stored, name), shape_of(point)
+        # An axis that grows is as wide as the last token sees: all of them.
+        if list(values.shape) != [run["tokens"] if size is None else size for size in said] or not values.size:
+            raise EvalError(f"{name} is {list(values.shape)} over HTTP, and the answer said {said}")
+        if not np.isfinite(values).all():
+            raise EvalError(f"{name} holds values that are no finite numbers")
+        total += values.size
     return f"{total:,} values, {entry['bytes']:,} bytes"
