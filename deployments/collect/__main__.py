@@ -13,7 +13,7 @@ from tqdm import tqdm
 from deployments.activations.facts import StoreError
 from deployments.collect.collection import CollectError, collect
 from deployments.collect.examples import DataError, count
-from deployments.collect.outcome import Outcome
+from deployments.collect.work import Outcome
 from deployments.errors import RequestError
 from deployments.points.token_choices import WORDS
 

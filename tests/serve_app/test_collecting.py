@@ -19,7 +19,7 @@ from deployments.activations import load, runs
 from deployments.activations.facts import RunFacts
 from deployments.collect import Collected, CollectError, collect
 from deployments.collect.examples import DataError
-from deployments.collect.outcome import Outcome
+from deployments.collect.work import Outcome
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
 from deployments.options import DEMO

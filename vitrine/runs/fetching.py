@@ -24,12 +24,15 @@ async def run_bytes(server: Transport, runs: Sequence[Entry]) -> AsyncIterator[b
     query = {"owner": runs[0]["owner"] or ""} if "owner" in runs[0] else {}
     last = max(run["offset"] + run["bytes"] for run in runs)
     beginning, length = b"", None
-    while length is None:
-        if len(beginning) == last:
-            raise ValueError(f"{server.url}: {path} is not a file of activations")
-        end = min(last, 8 * len(beginning) or HEAD_BYTES)
-        beginning += b"".join([page async for page in server.file_bytes(path, len(beginning), end, query)])
-        length = head_length(beginning)
+    try:
+        while length is None:
+            if len(beginning) == last:
+                raise ValueError("it ends before the runs")
+            end = min(last, 8 * len(beginning) or HEAD_BYTES)
+            beginning += b"".join([page async for page in server.file_bytes(path, len(beginning), end, query)])
+            length = head_length(beginning)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a file of activations: {error}") from error
     yield beginning[:length]
     for first, end in spans(length, runs):
         yield (known := beginning[first:end])

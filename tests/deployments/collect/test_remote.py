@@ -9,9 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.collect import remote
-from deployments.collect.examples import Fields
-from deployments.collect.settings import Settings
+from deployments.collect import collect, remote
 from vitrine.connection.transport import Transport
 
 ROWS = [{"text": f"text {number}"} for number in range(4)]
@@ -52,10 +50,7 @@ def test_no_run_is_stored_twice_where_an_answer_is_lost(
     monkeypatch.setattr(Transport, "_exchange", lambda *args, **given: server(*args, **given))
     monkeypatch.setattr("vitrine.connection.transport._sleep", at_once)
     monkeypatch.setattr(remote, "pause_s", lambda attempt: 0.0)
-    settings = Settings(model="m", session="s", points=("layers.0.output",))
     for stored in (4 - count, 0):  # a second command finds all
-        found = list(remote.outcomes(ROWS, Fields(), settings, "http://server"))
-        assert sum(one.runs for one in found) == stored
-        assert sum(one.already_stored for one in found) == 4 - stored
-        assert not any(one.failures for one in found)
+        found = collect(ROWS, session="s", points=["layers.0.output"], model="m", base_url="http://server")
+        assert (found.runs, found.already_stored, found.failed) == (stored, 4 - stored, 0)
     assert len(server.stored) == len(set(server.stored)) == 4

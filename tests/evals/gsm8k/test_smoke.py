@@ -113,4 +113,4 @@ def test_an_answer_that_is_no_file_ends_it_with_the_reason(
 ) -> None:
     store.sends = lambda data: bytes(len(data))
     assert smoke(store, tmp_path) == 2
-    assert "smoke: read back: activations/session/" in capsys.readouterr().err
+    assert "smoke: read back: ValueError: /activations/session/" in capsys.readouterr().err

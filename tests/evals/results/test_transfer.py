@@ -59,9 +59,7 @@ def test_what_came_before_an_interruption_stays_and_the_next_call_goes_on(store:
     store.record("r9", points(9, 3))
     store.requests.clear()
     store.refuse = 1
-    with pytest.raises(
-        EvalError, match=f"{SESSION} were not all transferred: .*HTTP 503: run: the store does"
-    ):
+    with pytest.raises(EvalError, match=f"{SESSION} were not all transferred: .*HTTP 503: run: the store does"):
         transfer(tmp_path, store.base_url, SESSION)
     assert len(runs(tmp_path / "activations" / SESSION)) == 3
     assert not (tmp_path / "activations" / "transferred.json").exists()
