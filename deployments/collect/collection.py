@@ -199,18 +199,15 @@ def _summed(
         CollectError: An example could not be stored, and `on_error` is `stop`.
         DataError: No example can be stored.
     """
-    whole, failed, began, ended = Outcome(), 0, math.inf, 0.0
+    whole, failed = Outcome(), 0
 
     async def following() -> Outcome | None:
         return await anext(made, None)
 
     try:
         while outcome := wait(following()):
-            whole.runs += outcome.runs
-            whole.tokens += outcome.tokens
-            whole.already_stored += outcome.already_stored
+            whole += outcome
             failed += len(outcome.failures)
-            began, ended = min(began, outcome.began or began), max(ended, outcome.ended)
             progress(outcome)
             if outcome.refusal:
                 raise (DataError if outcome.refusal.startswith("--") else CollectError)(outcome.refusal)
@@ -218,9 +215,8 @@ def _summed(
                 raise CollectError(f"{outcome.failures[0]}; use --on-error skip to skip such examples")
     finally:
         wait(made.aclose())
-    seconds = max(0.0, ended - began)
-    rate = whole.tokens / seconds if seconds else 0.0
-    return Collected(session, whole.runs, failed, whole.tokens, seconds, rate, whole.already_stored)
+    rate = whole.tokens_per_second
+    return Collected(session, whole.runs, failed, whole.tokens, whole.seconds, rate, whole.already_stored)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from deployments.messages import End, Refusal
 from deployments.options import Options
 
 AT_ONCE = 512  # examples of an engine, so that it has work while the last runs are made durable
-RECENT = 1 << 17  # names of the latest examples, to recognize repeated ones; more than all engines hold at once
 
 
 class Engines:
@@ -48,16 +47,10 @@ class Engines:
         # The reader reads the index that the store makes when it starts.
         ray.get(connect(options.activations_dir, options.archive, options.archive_cache_bytes).ready.remote())
         self._reader = connect_reader(options.activations_dir, options.archive)
-        self._recent: dict[str, None] = {}
 
-    async def new(self, names: Sequence[str]) -> set[str]:
-        """The names of examples that are neither stored nor returned by this method before."""
-        stored = await self._reader.holding.remote(self._session, list(names))
-        found = [name for name in names if name not in stored and name not in self._recent]
-        self._recent |= dict.fromkeys(found)
-        for name in list(self._recent)[: max(0, len(self._recent) - RECENT)]:
-            del self._recent[name]
-        return set(found)
+    async def stored(self, names: Sequence[str]) -> set[str]:
+        """Those of some examples' names that earlier commands have stored in the session."""
+        return await self._reader.holding.remote(self._session, list(names))  # type: ignore[no-any-return]
 
     async def run(self, examples: list[Example]) -> Outcome:
         """Run examples on the engine that has the fewest; their runs are durable when this returns."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deployments.collect.examples import NAME_TAG, DataError, Example
-from deployments.collect.work import Outcome, Settings
+from deployments.collect.work import Outcome, Settings, number
 from vitrine.connection.blocking import wait
 from vitrine.connection.transport import Transport, api_root, pause_s
 from vitrine.runs.fetching import listed
@@ -61,17 +61,15 @@ class Sender:
     def __init__(self, server: Transport, settings: Settings) -> None:
         self._server = server
         self._settings = settings
-        self._known: set[int] | None = None  # examples that are stored or sent, by `_number`
+        self._stored: set[int] | None = None
 
-    async def new(self, names: Sequence[str]) -> set[str]:
-        """The names of examples that are neither stored nor returned by this method before."""
-        if self._known is None:
+    async def stored(self, names: Sequence[str]) -> set[str]:
+        """Those of some examples' names that earlier commands have stored in the session."""
+        if self._stored is None:
             runs = listed(self._server, {"session": self._settings.session})
             tags = (run["tags"].get(NAME_TAG, "") async for run in runs)
-            self._known = {_number(name) async for name in tags if NAME.fullmatch(name)}
-        found = {name for name in names if _number(name) not in self._known}
-        self._known |= set(map(_number, found))
-        return found
+            self._stored = {number(name) async for name in tags if NAME.fullmatch(name)}
+        return {name for name in names if number(name) in self._stored}
 
     async def run(self, examples: list[Example]) -> Outcome:
         """Store the runs of one request's examples; they are durable when this returns."""
@@ -120,8 +118,3 @@ class Sender:
         asked = {"prompt": prompts} if isinstance(prompts[0], str) else {"messages": prompts[0]}
         fields = {"model": settings.model, "max_tokens": settings.max_tokens, "temperature": 0}
         return fields | asked | {"session_id": settings.session, "capture": capture}
-
-
-def _number(name: str) -> int:
-    """64 bits of an example's name; the chance that two of a million are equal is one in 36 million."""
-    return int(name.removeprefix("run-")[:16], 16)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.collect.examples import Example, InvalidExample, together
+from deployments.collect.examples import Example, together
 from deployments.points.capture import Capture
 from deployments.points.token_choices import parse
 
@@ -82,6 +82,25 @@ class Outcome:
     began: float = 0.0
     ended: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """From the first example to the last durable run."""
+        return self.ended - self.began
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate of the runs' tokens."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def __iadd__(self, other: Outcome) -> Outcome:
+        """Add the figures of other examples, without the texts of their failures."""
+        self.runs += other.runs
+        self.tokens += other.tokens
+        self.already_stored += other.already_stored
+        self.began = min(self.began or other.began, other.began or self.began)
+        self.ended = max(self.ended, other.ended)
+        return self
+
     def add(self, place: str, status: str, tokens: int, reason: str | None) -> None:
         """Count the run of the example at `place`, which is `stored` or failed for a reason."""
         if status == "stored":
@@ -111,28 +130,35 @@ class Runner(Protocol):
 
     in_flight: int
 
-    async def new(self, names: Sequence[str]) -> set[str]:
-        """The names of examples that are neither stored nor returned by this method before."""
+    async def stored(self, names: Sequence[str]) -> set[str]:
+        """Those of some examples' names that earlier commands have stored in the session."""
 
     async def run(self, examples: list[Example]) -> Outcome:
         """Store the runs of one request's examples; they are durable when this returns."""
 
 
-async def outcomes(
-    items: Iterator[Example | InvalidExample], settings: Settings, runner: Runner
-) -> AsyncGenerator[Outcome]:
+def number(name: str) -> int:
+    """64 bits of an example's name; the chance that two of a million are equal is one in 36 million."""
+    return int(name.removeprefix("run-")[:16], 16)
+
+
+async def outcomes(items: Iterator[Example | str], settings: Settings, runner: Runner) -> AsyncGenerator[Outcome]:
     """The outcomes of each request's examples, in the order in which they end."""
     running: dict[asyncio.Task[Outcome], int] = {}
+    seen = set[int]()
     try:
         while block := list(islice(items, BLOCK)):
             named = {settings.name(item): item for item in block if isinstance(item, Example)}
-            new = await runner.new(list(named))
-            invalid = [str(item) for item in block if isinstance(item, InvalidExample)]
+            new = {name: item for name, item in named.items() if number(name) not in seen}
+            seen.update(map(number, new))
+            for name in await runner.stored(list(new)):
+                del new[name]
+            invalid = [item for item in block if isinstance(item, str)]
             if known := len(block) - len(invalid) - len(new):
                 yield Outcome(already_stored=known)
             if invalid:
                 yield Outcome(failures=invalid)
-            for request in together(item for name, item in named.items() if name in new):
+            for request in together(new.values()):
                 running[asyncio.create_task(runner.run(request))] = len(request)
                 while sum(running.values()) >= runner.in_flight:
                     for task in (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]:
