@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pyarrow as pa
 
-from deployments.run_files import head_length, stream_of
+from vitrine.runs.files import head_length, stream_of
 
 CAPTURE = {"layers": "all", "sites": ["output"], "tokens": "all"}
 RUNS = 24  # enough that each of two nodes gets some

@@ -37,10 +37,10 @@ def nnsight_model(server: Server, directory: str | Path | None = None) -> Any:
         torch.Size([1, 13, 192])
     """
     get = server.asynchronous.get
-    deployed = wait(get("/status"))["deployments"][server.model]
+    deployed = wait(get(f"{server.url}/status"))["deployments"][server.model]
     if wait(get("/whoami"))["tags"] == ["use"]:
         raise PermissionError("this API key may not run code: that needs a key with the role code or admin")
-    source = directory or wait(get(f"/v1/models/{quote(server.model)}"))["source"]
+    source = directory or wait(get(f"/models/{quote(server.model)}"))["source"]
     if Path(source).is_absolute() and not Path(source).is_dir():
         raise FileNotFoundError(f"the server's model is from {source}, which is not on this machine: give directory=")
     try:

@@ -6,6 +6,7 @@ import os
 from types import TracebackType
 
 from vitrine.connection.blocking import blocking, wait
+from vitrine.connection.transport import api_root
 from vitrine.experiments.attending import AttentionMethods
 from vitrine.experiments.lenses import LensMethods
 from vitrine.experiments.sweeping import SweepMethods
@@ -102,9 +103,9 @@ async def connect_async(
         >>> asyncio.run(main())
         'vitrine-demo'
     """
-    server = AsyncServer(url, api_key or os.environ.get("OPENAI_API_KEY"), timeout)
+    server = AsyncServer(api_root(url), api_key or os.environ.get("OPENAI_API_KEY"), timeout)
     try:
-        served = [one["id"] for one in (await server.get("/v1/models", attempts=1))["data"]]
+        served = [one["id"] for one in (await server.get("/models", repeat=False))["data"]]
         if not served or model not in (None, *served):
             there = ", ".join(served) or "no model yet"
             raise ValueError(f"model: {url} serves {there}; {model or 'a model'} was asked for")

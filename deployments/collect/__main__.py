@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm import tqdm
 
 from deployments.activations.facts import StoreError
 from deployments.collect.collection import CollectError, collect
 from deployments.collect.examples import DataError, count
-from deployments.collect.outcome import Outcome
+from deployments.collect.work import Outcome
 from deployments.errors import RequestError
 from deployments.points.token_choices import WORDS
 
@@ -26,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     given = _parser().parse_args(arguments)
     try:
-        with Bar(count(given.data)) as bar:
+        total = count(given.data)
+        with tqdm(total=total, unit=" examples", file=sys.stderr, dynamic_ncols=True) as bar:
             collected = collect(
                 given.data,
                 session=given.session,
@@ -42,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
                 store=given.store,
                 actors=given.actors,
                 options=dict(given.set),
-                progress=bar.add,
+                progress=partial(_show, bar, Outcome()),
             )
     except (DataError, CollectError, RequestError, StoreError) as error:
         message = error.message if isinstance(error, RequestError) else error
@@ -58,29 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if collected.failed else 0
 
 
-class Bar:
-    """A progress bar on stderr with tokens per second; also prints the examples that could not be stored."""
-
-    def __init__(self, total: int) -> None:
-        self._bar = tqdm(total=total, unit=" examples", file=sys.stderr, dynamic_ncols=True)
-        self._tokens = 0
-        self._began, self._ended = math.inf, 0.0
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def add(self, outcome: Outcome) -> None:
-        """Show the outcome of one more block."""
-        for failure in outcome.failures:
-            self._bar.write(f"deployments.collect: {failure}", file=sys.stderr)
-        if outcome.tokens:
-            self._tokens += outcome.tokens
-            self._began, self._ended = min(self._began, outcome.began), max(self._ended, outcome.ended)
-            self._bar.set_postfix_str(f"{self._tokens / max(1e-9, self._ended - self._began):,.0f} tokens/s", False)
-        self._bar.update(outcome.runs + outcome.already_stored + len(outcome.failures))
+def _show(bar: tqdm[NoReturn], whole: Outcome, outcome: Outcome) -> None:
+    """Show one more outcome and the rate of all so far, and print the examples that could not be stored."""
+    for failure in outcome.failures:
+        bar.write(f"deployments.collect: {failure}", file=sys.stderr)
+    whole += outcome
+    bar.set_postfix_str(f"{whole.tokens_per_second:,.0f} tokens/s", False)
+    bar.update(outcome.runs + outcome.already_stored + len(outcome.failures))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,12 +13,13 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from deployments.activations.facts import check_session_id
-from deployments.collect.examples import DataError, Fields, check
-from deployments.collect.outcome import Outcome
-from deployments.collect.settings import Settings
+from deployments.collect.examples import DataError, Fields, check, read
+from deployments.collect.work import Outcome, Settings, outcomes
 from deployments.errors import LoadError
 from deployments.options import GGUF, SETTINGS, Options, home, mistakes
 from deployments.points.token_choices import TokensError
+from vitrine.connection.blocking import wait
+from vitrine.server_error import RequestFailed
 
 NEVER_S = 1e9  # an engine that serves no one else has no latency limit
 
@@ -101,23 +102,29 @@ def collect(
     rows = Path(data).expanduser().absolute() if isinstance(data, (str, os.PathLike)) else data
     if isinstance(rows, Path):
         check(rows)
-    fields = Fields(label, group, tags)
+    examples = read(rows, Fields(label, group, tags))
     settings = functools.partial(_settings, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens)
     if base_url is not None:
         from deployments.collect import remote
 
-        asked = remote.outcomes(rows, fields, settings(model or remote.first_model(base_url)), base_url)
-        return _summed(asked, session, on_error, progress)
+        server = remote.connect(base_url)
+        try:
+            sender = remote.Sender(server, chosen := settings(model or remote.first_model(server)))
+            return _summed(outcomes(examples, chosen, sender), session, on_error, progress)
+        except RequestFailed as error:
+            raise DataError(f"--base-url {base_url}: {error}") from error
+        finally:
+            wait(server.close())
     assert model is not None
     loading = _loading(model, options)
     chosen = settings(loading.served_name, loading.model_dump_json(include=SETTINGS | {"model"}))
     with _cluster():
-        from deployments.collect import local
+        from deployments.collect.engines import Engines
 
         with _named_options():
             placed = _placed(loading, {"activations_dir": _store(store)}, actors)
-        made = local.outcomes(rows, fields, chosen, *placed)
-        return _summed(made, session, on_error, progress)
+        with closing(Engines(chosen, *placed)) as engines:
+            return _summed(outcomes(examples, chosen, engines), session, on_error, progress)
 
 
 def _check_where(model: str | None, base_url: str | None, **of_engines: Any) -> None:
@@ -183,30 +190,33 @@ def _named_options() -> Iterator[None]:
         raise DataError("; ".join(f"--{flag}: {message}" for flag, message in wrong)) from error
 
 
-def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: Callable[[Outcome], None]) -> Collected:
-    """The sum over all blocks.
+def _summed(
+    made: AsyncGenerator[Outcome], session: str, on_error: str, progress: Callable[[Outcome], None]
+) -> Collected:
+    """The sum over all outcomes.
 
     Raises:
         CollectError: An example could not be stored, and `on_error` is `stop`.
         DataError: No example can be stored.
     """
-    whole, began, ended = Outcome(), math.inf, 0.0
-    failed = 0
-    with closing(outcomes):  # type: ignore[type-var]
-        for outcome in outcomes:
-            whole.runs += outcome.runs
-            whole.tokens += outcome.tokens
-            whole.already_stored += outcome.already_stored
+    whole, failed = Outcome(), 0
+
+    async def following() -> Outcome | None:
+        return await anext(made, None)
+
+    try:
+        while outcome := wait(following()):
+            whole += outcome
             failed += len(outcome.failures)
-            began, ended = min(began, outcome.began or began), max(ended, outcome.ended)
             progress(outcome)
             if outcome.refusal:
                 raise (DataError if outcome.refusal.startswith("--") else CollectError)(outcome.refusal)
             if outcome.failures and on_error == "stop":
                 raise CollectError(f"{outcome.failures[0]}; use --on-error skip to skip such examples")
-    seconds = max(0.0, ended - began)
-    rate = whole.tokens / seconds if seconds else 0.0
-    return Collected(session, whole.runs, failed, whole.tokens, seconds, rate, whole.already_stored)
+    finally:
+        wait(made.aclose())
+    rate = whole.tokens_per_second
+    return Collected(session, whole.runs, failed, whole.tokens, whole.seconds, rate, whole.already_stored)
 
 
 @contextmanager
@@ -219,13 +229,12 @@ def _cluster() -> Iterator[None]:
     """
     import ray
 
-    from deployments.clusters import join, quiet_ray_data
+    from deployments.clusters import join
 
     was_there = ray.is_initialized()
     try:
         if not was_there:
             join()
-        quiet_ray_data()
         yield
     except ConnectionError as error:
         raise CollectError(f"{error}; does the cluster need RAY_AUTH_MODE=token?") from error
@@ -261,10 +270,10 @@ def _placed(loading: Options, given: dict[str, Any], actors: int | None) -> tupl
     """
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    gpus = sum(int(resources.get("GPU", 0)) for resources in nodes)
-    count = actors or gpus or len(nodes)
-    shared = math.ceil(count / len(nodes))  # engines per node, which share its cores
+    nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+    gpus = 0 if loading.on_cpu else int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    count = actors or gpus or nodes
+    shared = math.ceil(count / nodes)  # engines per node, which share its cores
     kept = loading.model_dump(exclude_unset=True)
     options = Options.model_validate({"num_gpus": 1 if gpus else 0, "num_replicas": shared} | kept | given)
     free = ray.available_resources()  # type: ignore[no-untyped-call]

@@ -44,16 +44,6 @@ class Example(NamedTuple):
     tags: dict[str, str]
 
 
-class InvalidExample(NamedTuple):
-    """A line that is not an example, and the reason."""
-
-    place: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.reason}"
-
-
 @dataclass(frozen=True)
 class Fields:
     """The meaning of a row's fields.
@@ -69,8 +59,8 @@ class Fields:
     tags: Sequence[str] | None = field(default=None)
 
 
-def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[Example | InvalidExample]:
-    """Read the examples of a file, or of rows in memory, in order.
+def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[Example | str]:
+    """Read the examples of a file, or of rows in memory, in order; a text is an invalid row's place and its error.
 
     Raises:
         DataError: The file cannot be read, or has another format.
@@ -81,7 +71,7 @@ def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[E
         try:
             yield _example(row, number, place, fields)
         except DataError as error:
-            yield InvalidExample(place, str(error))
+            yield f"{place}: {error}"
 
 
 def together(examples: Iterable[Example]) -> list[list[Example]]:

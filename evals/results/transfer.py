@@ -7,10 +7,14 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
-from deployments.activations.reader.pulling import Listed, PullError, connect, fetch, listed
+from deployments.activations.reader.pulling import TIMEOUT_S, PullError, chosen, write
 from evals.config import EvalError
 from evals.results.results import FOLDER, TRANSFER_FILE, write_json
 from evals.server.keys import api_key
+from vitrine.connection.blocking import wait
+from vitrine.connection.transport import Transport, api_root
+from vitrine.runs.files import Entry
+from vitrine.server_error import RequestFailed
 
 PIECE_BYTES = 256 << 20  # of stored runs, about: the most that an interruption loses
 
@@ -34,13 +38,8 @@ def transfer(directory: Path, base_url: str, session_id: str) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         said.unlink(missing_ok=True)
         there = transferred_runs(directory, session_id)
-        with connect(base_url, api_key()) as http:
-            for piece in _pieces([run for run in listed(http, session_id) if run["run_id"] not in there]):
-                with TemporaryDirectory(prefix=".piece-", dir=directory / FOLDER) as unfinished:
-                    fetch(http, piece, Path(unfinished))
-                    for file in Path(unfinished).iterdir():
-                        file.rename(folder / f"pulled-{uuid4().hex}.arrow")
-    except (PullError, OSError, ValueError, LookupError) as error:
+        wait(_fetch(base_url, session_id, there, folder))
+    except (PullError, RequestFailed, OSError, ValueError, LookupError) as error:
         reason = str(error) or type(error).__name__
         raise EvalError(f"activations of session {session_id} were not all transferred: {reason}") from error
     sizes = [file.stat().st_size for file in folder.glob("*.arrow")]
@@ -49,6 +48,18 @@ def transfer(directory: Path, base_url: str, session_id: str) -> dict[str, Any]:
     found = {"path": path, "bytes": sum(sizes), "files": len(sizes), "runs": runs}
     write_json(said, found)
     return found
+
+
+async def _fetch(base_url: str, session_id: str, there: set[str], folder: Path) -> None:
+    server = Transport(api_root(base_url), api_key(), TIMEOUT_S)
+    try:
+        for piece in _pieces([run for run in await chosen(server, session_id) if run["run_id"] not in there]):
+            with TemporaryDirectory(prefix=".piece-", dir=folder.parent) as unfinished:
+                await write(server, piece, Path(unfinished))
+                for file in Path(unfinished).iterdir():
+                    file.rename(folder / f"pulled-{uuid4().hex}.arrow")
+    finally:
+        await server.close()
 
 
 def transferred_runs(directory: Path, session_id: str) -> set[str]:
@@ -81,9 +92,9 @@ def files_of(directory: Path, session_id: str, uri: str) -> Path:
     return folder
 
 
-def _pieces(runs: Sequence[Listed]) -> Iterator[list[Listed]]:
+def _pieces(runs: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Runs in the order of their files, about `PIECE_BYTES` of them at a time."""
-    piece, size = list[Listed](), 0
+    piece, size = list[Entry](), 0
     for run in sorted(runs, key=lambda run: (run["file"], run["offset"])):
         if piece and size + run["bytes"] > PIECE_BYTES:
             yield piece

@@ -2,9 +2,7 @@
 
 import hashlib
 import math
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +10,15 @@ import numpy as np
 from evals.activations_meta import points_of, runs_of, why_not_stored
 from evals.server.answers import RequestFailed
 from evals.server.client import ChatClient
-from evals.server.stored_runs import arrays_of, entries_of, write_runs
+from evals.server.stored_runs import array_of, stored_run
+from vitrine.runs.fetching import named
 
 Record = dict[str, Any]
 Points = dict[str, Record]
 
 MOST_BYTES = 1 << 30  # of a run, which is copied to a temporary file
 # What reading a run raises that is not what was asked for.
-UNREADABLE = (LookupError, MemoryError, NotImplementedError, OSError, TypeError, ValueError)
+UNREADABLE = (AttributeError, LookupError, MemoryError, NotImplementedError, OSError, TypeError, ValueError)
 
 
 async def sampled_values(client: ChatClient, metas: Sequence[Record | None], values: int) -> dict[str, Record]:
@@ -48,7 +47,7 @@ async def sampled_values(client: ChatClient, metas: Sequence[Record | None], val
             found |= {name: {"error": why} for name in [run["run_id"] for run in runs] or [f"turn-{turn}"]}
             continue
         try:
-            entries = await entries_of(client, [run["run_id"] for run in runs])
+            entries = await named(client, [run["run_id"] for run in runs])
         except RequestFailed as error:
             found |= {run["run_id"]: {"error": str(error)} for run in runs}
             continue
@@ -69,16 +68,14 @@ async def _of_run(client: ChatClient, run: Record, entry: Record, values: int) -
     """The values of a run's points, in their order."""
     if (size := int(entry["bytes"])) > MOST_BYTES:
         return {"error": f"it has {size} bytes: sample it from its file"}
-    with tempfile.NamedTemporaryFile(suffix=".arrow") as file:
-        await write_runs(client, [entry], file)
-        file.flush()
-        columns, dtypes = arrays_of(Path(file.name))
-        found = Points()
-        for name in points_of(run) or dtypes:
-            try:
-                found[name] = _sample(columns[name], columns["position"], dtypes[name], run["run_id"], values)
-            except UNREADABLE as error:
-                found[name] = {"format": "sampled_tensor", "error": f"{type(error).__name__}: {error}"}
+    stored = await stored_run(client, entry)
+    found = Points()
+    for name in points_of(run) or stored:
+        try:
+            values_of = array_of(stored, name)
+            found[name] = _sample(values_of, stored.positions, stored.dtypes[name], run["run_id"], values)
+        except UNREADABLE as error:
+            found[name] = {"format": "sampled_tensor", "error": f"{type(error).__name__}: {error}"}
     return found
 
 

@@ -6,12 +6,6 @@ from deployments.options import fits_header
 from evals.config import EvalError
 
 
-def headers(key: str | None = None) -> dict[str, str]:
-    """Of every request, with the key if there is one; without an argument that of the environment."""
-    key = key or api_key()
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
 def api_key() -> str | None:
     """The server's key. It stays in the environment: options are shown in results and process lists.
 

@@ -1,15 +1,16 @@
-"""Single questions to a server before a run: its models, and what it says of itself."""
+"""Single questions to a server before a run: its models, and what it says of itself. They are not repeated."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import httpx
+from evals.server.answers import RequestFailed, is_absent
+from evals.server.keys import api_key
+from vitrine.connection.blocking import wait
+from vitrine.connection.transport import Transport
+from vitrine.server_error import ServerError
 
-from evals.server.answers import RequestFailed, error_of, is_absent, message_of
-from evals.server.keys import headers
-
-CHECK_S = 30.0  # seconds for the answer to a request of one token
+LIMIT_S = 30.0  # of an answer
 logger = logging.getLogger(__name__)
 
 
@@ -32,13 +33,13 @@ def first_model(base_url: str) -> str:
     return models[0]
 
 
-def is_closed(response: httpx.Response) -> bool:
+def is_closed(error: RequestFailed) -> bool:
     """Whether a server could not answer now, or only with a key."""
-    return is_absent(response) or response.status_code in {401, 403}
+    return is_absent(error) or error.status in {401, 403}
 
 
 def ask_json(
-    url: str, params: dict[str, str] | None = None, fails: Callable[[httpx.Response], bool] = lambda _: False
+    url: str, params: dict[str, str] | None = None, fails: Callable[[RequestFailed], bool] = lambda _: False
 ) -> Any:
     """The JSON object of a server's route, or None if it has no such route.
 
@@ -51,16 +52,13 @@ def ask_json(
         RequestFailed: no server, or an answer that `fails`.
     """
     try:
-        response = httpx.get(url, params=params, headers=headers(), timeout=30)
-    except httpx.HTTPError as error:
-        raise RequestFailed(f"no answer from {url}: {error}") from error
-    if not response.is_success and fails(response):
-        raise RequestFailed(f"{url}: HTTP {response.status_code}: {message_of(response)}")
-    try:
-        body = response.json() if response.is_success else None
-    except ValueError:
+        return _asked(url, lambda client: client.get(url, params))
+    except RequestFailed as error:
+        if error.status is None:
+            raise
+        if fails(error):
+            raise RequestFailed(f"{url}: {error}", error.status) from error
         return None
-    return body if isinstance(body, dict) else None
 
 
 def refused(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -70,11 +68,26 @@ def refused(url: str, body: dict[str, Any]) -> dict[str, Any]:
     option; so is the lack of an answer.
     """
     try:
-        response = httpx.post(url, json=body, headers=headers(), timeout=CHECK_S)
-    except httpx.HTTPError as error:
-        logger.warning("an option could not be checked before the first sample: no answer from %s: %s", url, error)
-        return {}
-    if not response.is_success and response.status_code != 400:
-        said = f"HTTP {response.status_code}: {message_of(response)}"
-        logger.warning("an option could not be checked before the first sample: %s: %s", url, said)
-    return (error_of(response) or {}) if response.status_code == 400 else {}
+        _asked(url, lambda client: client.post(url, body))
+    except RequestFailed as error:
+        if isinstance(error, ServerError) and error.status == 400:
+            return {"message": error.message, "param": error.param, "code": error.code}
+        logger.warning("an option could not be checked before the first sample: %s: %s", url, error)
+    return {}
+
+
+def _asked(url: str, ask: Callable[[Transport], Coroutine[Any, Any, Any]]) -> Any:
+    """The answer to one request.
+
+    Raises:
+        RequestFailed: There is none, or an error.
+    """
+
+    async def once() -> Any:
+        client = Transport(url, api_key(), LIMIT_S, retries=0, max_outage=0.0, parallel=1)
+        try:
+            return await ask(client)
+        finally:
+            await client.close()
+
+    return wait(once())

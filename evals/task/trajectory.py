@@ -180,9 +180,9 @@ def _tags(mode: Mode, variant: str, epoch: int, turn: int, config: Config) -> di
 def _cut_by(failure: RequestFailed, has_turns: bool) -> tuple[str | None, str]:
     """The finish reason, where a request failed because the conversation outgrew the context, and the error."""
     error = str(failure)
-    if failure.error.get("code") != CONTEXT_EXCEEDED:
+    if failure.code != CONTEXT_EXCEEDED:
         return None, error
-    if not has_turns and failure.error.get("param") == "max_tokens":  # the question alone fits
+    if not has_turns and failure.param == "max_tokens":  # the question alone fits
         return None, f"{error}: lower --max-tokens"
     return "length", error
 

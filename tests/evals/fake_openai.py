@@ -187,7 +187,7 @@ def _error(
     status: int,
     message: str,
     headers: dict[str, str] | None = None,
-    param: str = "messages",
+    param: str | None = None,
     code: str | None = None,
 ) -> Response:
     error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}

@@ -32,7 +32,8 @@ class Store:
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.directory = directory
-        self.refuse = 0  # so many requests for bytes get 503
+        self.refuse = 0  # so many requests for bytes get `status`
+        self.status = 503
         self.sends: Callable[[bytes], bytes] = lambda data: data  # what a file's bytes are made of
         self.requests: list[str] = []  # the ranges of those for bytes of files
         self._index = Index.scanned(directory)
@@ -90,7 +91,7 @@ class Store:
         self.requests.append(ranged.range or "")
         if self.refuse:
             self.refuse -= 1
-            return _error(503, "the store does not answer")
+            return _error(self.status, "the store does not answer")
         path = self.directory / "_" / session / name
         if not path.exists():
             return _error(404, f"there is no file {name!r}", "file_not_found")

@@ -19,7 +19,7 @@ from deployments.activations import load, runs
 from deployments.activations.facts import RunFacts
 from deployments.collect import Collected, CollectError, collect
 from deployments.collect.examples import DataError
-from deployments.collect.outcome import Outcome
+from deployments.collect.work import Outcome
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
 from deployments.options import DEMO
@@ -185,7 +185,7 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
 def test_wrong_arguments_are_refused_by_name(
     given: dict[str, Any], error: type[Exception], message: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deployments.collect.remote.ATTEMPTS", 1)
+    monkeypatch.setattr("deployments.collect.remote.MAX_OUTAGE_S", 0.0)
     own = {} if "base_url" in given or "model" not in given else {"store": str(store)}
     with pytest.raises(error, match=message):
         collect(**own | {"data": problems(2), "session": "refused", "points": POINTS, "on_error": "skip"} | given)

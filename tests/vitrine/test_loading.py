@@ -12,7 +12,7 @@ import torch
 import vitrine
 from deployments.activations import load as load_torch
 from vitrine.connection import transport
-from vitrine.runs import reading
+from vitrine.runs import fetching
 
 CAPTURE = {"points": ["layers.*.output", "layers.2.attention.heads"]}
 
@@ -123,7 +123,7 @@ def test_some_runs_of_a_file_are_fetched_by_their_bytes(server, monkeypatch, few
     stored = asked["activations_meta"]["runs"]
     if few:  # bytes in an answer
         monkeypatch.setattr(transport, "PAGE_BYTES", 5000)
-        monkeypatch.setattr(reading, "HEAD_BYTES", 100)
+        monkeypatch.setattr(fetching, "HEAD_BYTES", 100)
     for places in ([3], [4, 1, 2], [0, 5], range(6)):
         chosen = [stored[place] for place in places]
         found = server.load_runs([run["run_id"] for run in chosen], "layers.1.output")

@@ -90,7 +90,7 @@ class PatchGridMethods(CollectMethods):
             ['Tom', ' has', ' ', '3']
         """
         body = {"messages": prompt} if is_chat(prompt) else {"prompt": prompt}
-        answer = await self.post("/tokenize", {"model": self.model, "return_token_strs": True, **body})
+        answer = await self.post(f"{self.url}/tokenize", {"model": self.model, "return_token_strs": True, **body})
         return list(answer["token_texts"])
 
     async def patch_grid(

@@ -25,8 +25,8 @@ def is_chat(prompt: Any) -> bool:
 def route(prompt: Prompt | Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The route for a text, a list of texts or a chat, and the field that contains it."""
     if is_chat(prompt):
-        return "/v1/chat/completions", {"messages": prompt}
-    return "/v1/completions", {"prompt": prompt}
+        return "/chat/completions", {"messages": prompt}
+    return "/completions", {"prompt": prompt}
 
 
 def requests(prompts: Sequence[Prompt]) -> list[list[int]]:

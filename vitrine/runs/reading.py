@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlencode
 
 from vitrine.connection.transport import Transport, together
-from vitrine.runs.rows import Run, detached, head_length, of_bytes
+from vitrine.runs.fetching import listed, named, run_bytes
+from vitrine.runs.rows import Run, detached, of_bytes
 
 MOST_RUNS = 64  # of a file, fetched together
 FILES_AT_ONCE = 4  # of one call
-HEAD_BYTES = 1 << 16  # of a file's beginning; nearly always enough for its head
 
 
 class LoadMethods(Transport):
@@ -48,68 +47,34 @@ class LoadMethods(Transport):
             LookupError: A run is not there any more, or has no such point.
             ServerError: The server rejects a request.
         """
-        files: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        files: dict[tuple[str, str, str | None], list[Mapping[str, Any]]] = {}
         for entry in entries:
-            owner = f"?{urlencode({'owner': entry['owner'] or ''})}" if "owner" in entry else ""
-            files.setdefault(
-                (f"/v1/activations/session/{entry['session_id']}/files/{entry['file']}", owner), []
-            ).append(entry)
-        parts = [
-            (*key, of[first : first + MOST_RUNS]) for key, of in files.items() for first in range(0, len(of), MOST_RUNS)
-        ]
+            files.setdefault((entry["session_id"], entry["file"], entry.get("owner")), []).append(entry)
+        parts = [of[first : first + MOST_RUNS] for of in files.values() for first in range(0, len(of), MOST_RUNS)]
         room = asyncio.Semaphore(FILES_AT_ONCE)
 
-        async def part(path: str, query: str, some: Sequence[Mapping[str, Any]]) -> list[Run]:
+        async def part(some: Sequence[Mapping[str, Any]]) -> list[Run]:
             async with room:
-                runs = await self._of_file(path + query, some)
-                return runs if points is None else [detached(run.only(points)) for run in runs]
+                data = b"".join([piece async for piece in run_bytes(self, some)])
+            runs = of_bytes(data, {one["run_id"] for one in some})
+            return runs if points is None else [detached(run.only(points)) for run in runs]
 
-        found = {run.run_id: run for runs in await together(part(*one) for one in parts) for run in runs}
+        found = {run.run_id: run for runs in await together(map(part, parts)) for run in runs}
         if missing := [entry["run_id"] for entry in entries if entry["run_id"] not in found]:
             raise LookupError(f"{self.url} has no run {', '.join(missing)} any more")
         return [found[entry["run_id"]] for entry in entries]
 
-    async def _of_file(self, path: str, entries: Sequence[Mapping[str, Any]]) -> list[Run]:
-        """Fetch runs of one file: its head, and the ranges of the runs, adjacent ones together."""
-        size, length = HEAD_BYTES, None
-        while length is None:
-            beginning = await self.file_bytes(path, 0, size)
-            length = head_length(beginning)
-            if length is None and len(beginning) < size:
-                raise LookupError(f"{self.url}{path} is not a file of activations")
-            size *= 8
-        spans: list[tuple[int, int]] = []
-        for first, end in sorted((max(length, one["offset"]), one["offset"] + one["bytes"]) for one in entries):
-            if spans and spans[-1][1] == first:
-                first = spans.pop()[0]
-            spans.append((first, end))
-        body = bytearray(beginning[:length])
-        for first, end in spans:
-            known = beginning[first:end]
-            body += known + await self.file_bytes(path, first + len(known), end)
-        return of_bytes(body, {one["run_id"] for one in entries})
-
     async def _entries(self, source: Any) -> list[dict[str, Any]]:
         """The server's entries of the source's runs."""
         names = run_ids(source)
-        groups = [names[first : first + MOST_RUNS] for first in range(0, len(names), MOST_RUNS)]
-        parts = await together(self._listed({"run": ",".join(group)}) for group in groups)
-        found = {entry["run_id"]: entry for part in parts for entry in part}
-        if isinstance(source, str) and not found and (entries := await self._listed({"session": source})):
-            return entries
+        found = await named(self, names)
+        if isinstance(source, str) and not found:
+            found = {run["run_id"]: run async for run in listed(self, {"session": source})}
+            names = list(found) or names
         if missing := [name for name in names if name not in found]:
             kind = "run or session" if isinstance(source, str) else "run"
             raise LookupError(f"{self.url} has no {kind} {', '.join(missing)}")
         return [found[name] for name in names]
-
-    async def _listed(self, query: dict[str, Any]) -> list[dict[str, Any]]:
-        entries: list[dict[str, Any]] = []
-        while True:
-            page = await self.get("/v1/activations/runs", {**query, "limit": 1000})
-            entries += page["data"]
-            if not page["has_more"]:
-                return entries
-            query = {**query, "after": entries[-1]["run_id"]}
 
 
 def run_ids(source: Any) -> list[str]:

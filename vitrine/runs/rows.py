@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from vitrine.points import layer_of, listed, matching
+from vitrine.runs.files import MAGIC
 
 Rows = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
-_MAGIC = 8  # bytes before the stream in a file
 
 
 class Run(Mapping[str, Rows]):
@@ -29,6 +29,7 @@ class Run(Mapping[str, Rows]):
         positions: The index of each row's token in prompt + answer.
         token_ids: Each row's token.
         phases: `prompt` or `generated` for each row.
+        dtypes: The stored data type of each point.
 
     Examples:
         >>> answer = server.complete("Ann has 3 boxes", max_tokens=2, capture={"points": ["layers.1.output"]})
@@ -43,6 +44,7 @@ class Run(Mapping[str, Rows]):
         self.positions: npt.NDArray[np.int32] = table["position"].to_numpy()
         self.token_ids: npt.NDArray[np.int32] = table["token_id"].to_numpy()
         self.phases: list[str] = table["phase"].to_pylist()
+        self.dtypes: dict[str, str] = shared["dtypes"]
         self._values = _columns(table, shared)
         self._layers: int | None = shared.get("layers")  # of the model
 
@@ -104,25 +106,10 @@ def detached(run: Run) -> Run:
     return found
 
 
-def head_length(beginning: bytes) -> int | None:
-    """How many bytes of a file come before its first record batch; None if the beginning has too few.
-
-    All runs of the file need them: they have the schema and the dictionaries.
-    """
-    source = pa.BufferReader(beginning)
-    try:
-        source.seek(_MAGIC)
-        for _ in range(2):  # the schema, and the dictionary of phases
-            pa.ipc.read_message(source)
-    except (pa.ArrowInvalid, EOFError, OSError):
-        return None
-    return int(source.tell())
-
-
 def of_bytes(data: bytes | bytearray, wanted: Collection[str] | None = None) -> list[Run]:
     """Read the complete runs of a file's head and some of its batches; only the `wanted` ones."""
     source = pa.BufferReader(data)
-    source.seek(_MAGIC)
+    source.seek(len(MAGIC))
     return list(_runs(source, wanted))
 
 
@@ -137,7 +124,7 @@ def of_files(path: Path, wanted: Collection[str] | None = None) -> Iterator[Run]
         raise FileNotFoundError(f"{path} holds no Arrow file")
     for file in files:
         source = pa.memory_map(str(file))
-        source.seek(_MAGIC)  # contains a stream, even without a footer
+        source.seek(len(MAGIC))  # contains a stream, even without a footer
         try:
             yield from _runs(source, wanted)
         except pa.ArrowInvalid:  # truncated by a crash after its last complete run
@@ -153,6 +140,7 @@ def _runs(source: Any, wanted: Collection[str] | None) -> Iterator[Run]:
         batches = [batch] if metadata[b"batch"] == b"0" else [*batches, batch]
         if b"run" in metadata and (wanted is None or metadata[b"run_id"].decode() in wanted):
             table = pa.Table.from_batches(batches)
+            table.validate(full=True)  # damaged offsets would be read outside of the bytes
             yield Run(json.loads(metadata[b"run"]), table, shared)
 
 

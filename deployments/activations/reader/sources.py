@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from deployments.activations.facts import Entry, check_session_id, names_a_session
 from deployments.activations.files.buckets import Bucket, bucket
 from deployments.activations.index.index import Index
-from deployments.activations.reader.pulling import PullError, connect, fetch, listed
+from deployments.activations.reader.pulling import PullError, fetch
 from deployments.activations.reader.selection import Wanted
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.options import STORE_VARIABLE, default_store
@@ -214,8 +214,7 @@ def _of_server(url: str, run_id: str) -> Path:
     """Fetch a run from a server; its file stays until this process ends."""
     folder = Path(tempfile.mkdtemp(dir=_temporary()))
     try:
-        with connect(url, os.environ.get("VITRINE_API_KEY") or None) as http:
-            fetch(http, listed(http, None, [run_id]), folder, progress=False)
+        fetch(url, folder, None, [run_id], os.environ.get("VITRINE_API_KEY") or None, progress=False)
     except (PullError, LookupError, TypeError) as error:
         raise ValueError(f"the run {run_id!r} cannot be fetched from {url}: {error}") from error
     [path] = folder.glob("*.arrow")

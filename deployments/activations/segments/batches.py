@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from deployments.run_files import MAGIC
+from vitrine.runs.files import MAGIC
 
 _CONTINUES = b"\xff\xff\xff\xff"  # starts each message
 _COPIED = 1 << 16  # values below this many bytes of a batch are copied, and need no map

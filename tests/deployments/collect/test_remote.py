@@ -9,32 +9,33 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.collect.examples import Example
-from deployments.collect.remote import Collector, Server
-from deployments.collect.settings import Settings
+from deployments.collect import collect, remote
+from vitrine.connection.transport import Transport
 
-EXAMPLES = [Example(f"line {number}", str(number), f"text {number}", {}) for number in range(4)]
+ROWS = [{"text": f"text {number}"} for number in range(4)]
 
 
 class FlakyServer:
     """Stores the prompts of each request, and fails as it is given; a number is how many of its runs it stores."""
 
-    def __init__(self, faults: Iterable[int | tuple[int, int]]) -> None:
+    def __init__(self, faults: Iterable[tuple[int, int]]) -> None:
         self.stored: list[str] = []
         self.faults = iter(faults)
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.method == "GET":
-            name = request.url.params["tag"].removeprefix("collected=")
-            return httpx.Response(200, json={"data": [{}] if name in self.stored else []})
-        names = [tags["collected"] for tags in json.loads(request.content)["capture"]["tags"]]
+    async def __call__(self, _: Transport, method: str, path: str, **given: Any) -> httpx.Response:
+        request = httpx.Request(method, f"http://server{path}")
+        if method == "GET":
+            names = self.stored if "session" in given["params"] else [given["params"]["tag"].removeprefix("collected=")]
+            data = [{"run_id": name, "tags": {"collected": name}} for name in names if name in self.stored]
+            return httpx.Response(200, json={"data": data, "has_more": False}, request=request)
+        names = [tags["collected"] for tags in json.loads(given["content"])["capture"]["tags"]]
         count, status = next(self.faults, (len(names), 200))
         self.stored += names[:count]
         if not status:
-            raise httpx.ReadTimeout("late", request=request)
+            raise httpx.ReadError("lost", request=request)
         runs = [{"index": index, "status": "stored", "tokens": 3} for index in range(len(names))]
         body: dict[str, Any] = {"activations_meta": {"runs": runs}} if status == 200 else {"error": {"message": "no"}}
-        return httpx.Response(status, json=body)
+        return httpx.Response(status, json=body, request=request)
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504, 0])
@@ -42,10 +43,14 @@ class FlakyServer:
 def test_no_run_is_stored_twice_where_an_answer_is_lost(
     count: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deployments.collect.remote.PAUSE_S", 0.0)
+    async def at_once(_: float) -> None:
+        pass
+
     server = FlakyServer([(count, status), (0, 429)])
-    client = httpx.Client(transport=httpx.MockTransport(server), base_url="http://server")
-    settings = Settings(model="m", session="s", points=("layers.0.output",))
-    outcome = Collector(Server(client), settings).collect(list(EXAMPLES))
-    assert sorted(server.stored) == sorted(settings.name(example) for example in EXAMPLES)
-    assert (outcome.runs, outcome.already_stored, outcome.failures) == (4 - count, count, [])
+    monkeypatch.setattr(Transport, "_exchange", lambda *args, **given: server(*args, **given))
+    monkeypatch.setattr("vitrine.connection.transport._sleep", at_once)
+    monkeypatch.setattr(remote, "pause_s", lambda attempt: 0.0)
+    for stored in (4 - count, 0):  # a second command finds all
+        found = collect(ROWS, session="s", points=["layers.0.output"], model="m", base_url="http://server")
+        assert (found.runs, found.already_stored, found.failed) == (stored, 4 - stored, 0)
+    assert len(server.stored) == len(set(server.stored)) == 4

@@ -124,8 +124,8 @@ def test_every_problem_counts_but_those_that_the_server_did_not_answer(
     counted = {"": "correct", "[wrong]": "wrong", "[invalid]": "invalid", "[cut]": "truncated", "[wide]": "truncated"}
     counted |= {"[full]": "truncated", "[late]": "timed_out", "[loop]": "turn_limit"}
     left_out = {
-        "[down]": "HTTP 503: no room; no usable answer",
-        "[torn]": "ClientPayloadError",
+        "[down]": f"http://127.0.0.1:{server.port} does not answer: HTTP 503: no room",
+        "[torn]": f"http://127.0.0.1:{server.port} does not answer: ",
         "[broken]": "HTTP 500: a fault of request 7",
         "[refused]": "HTTP 400: prompt is not to my liking",
         "[long]": "HTTP 400: max_tokens: too many: lower --max-tokens",

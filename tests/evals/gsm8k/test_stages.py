@@ -112,7 +112,7 @@ def test_a_stage_that_fails_is_named_with_its_reason(
 ) -> None:
     results = ["--results-dir", str(tmp_path / "results")]
     assert main([*results, "--base-url", "http://127.0.0.1:9/v1"]) == 2
-    assert "evals.gsm8k: generate: no answer from http://127.0.0.1:9/v1" in capsys.readouterr().err
+    assert "evals.gsm8k: generate: http://127.0.0.1:9/v1/models does not answer" in capsys.readouterr().err
     assert main([*results, "--base-url", server.base_url, "--dataset", "none.jsonl"]) == 2
     assert f"evals.gsm8k: generate: --dataset {Path('none.jsonl').absolute()}: no file" in capsys.readouterr().err
 

@@ -40,8 +40,8 @@ def test_what_came_before_an_interruption_stays_and_the_next_call_goes_on(store:
     transfer(tmp_path, store.base_url, SESSION)
     store.record("r9", points(9, 3))
     store.requests.clear()
-    store.refuse = 1
-    with pytest.raises(EvalError, match=f"{SESSION} were not all transferred: .* 503: the store does not answer"):
+    store.refuse, store.status = 1, 500
+    with pytest.raises(EvalError, match=f"{SESSION} were not all transferred: .* 500: run: the store does not answer"):
         transfer(tmp_path, store.base_url, SESSION)
     assert len(runs(tmp_path / "activations" / SESSION)) == 5
     assert not (tmp_path / "activations" / "transferred.json").exists()

@@ -79,10 +79,7 @@ def test_what_cannot_be_fetched_is_said_in_its_place(store: Store) -> None:
     meta = store.record("r1", points(1, 4))
     store.refuse = 2
     found = sample(store, meta, meta | {"runs": [meta["runs"][0] | {"run_id": "gone"}]}, retries=0)
-    assert found["r1"] == {
-        "error": "HTTP 503: the store does not answer; no usable answer for 0 s (max_outage 0): --resume goes on "
-        "when the server is back",
-    }
+    assert found["r1"]["error"].endswith("does not answer: HTTP 503: run: the store does not answer")
     assert found["gone"] == {"error": "the server does not list it"}
 
 

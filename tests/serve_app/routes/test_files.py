@@ -21,8 +21,8 @@ from deployments.activations.facts import RunFacts, SegmentFacts
 from deployments.activations.segments.columns import to_batch, to_tensor
 from deployments.activations.segments.schema import point_types
 from deployments.points.patterns import Patterns
-from deployments.run_files import head_length, stream_of
 from serve_app.http.ranges import PAGE_BYTES
+from vitrine.runs.files import head_length, stream_of
 
 POINT, WEIGHTS, OTHER = "layers.1.output", "layers.1.attention.weights", "norm.output"
 MUCH = 3  # runs of 8 MiB

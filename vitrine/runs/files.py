@@ -1,9 +1,9 @@
 """Cuts single runs out of stored activation files by their bytes alone.
 
-How a client gets one run without the rest of its file: lists of runs give the run's `file`, `offset` and `bytes`. The
-run's record batches are the bytes `[offset, offset + bytes)` of the file, which a server sends as byte ranges. They can
-only be read after the file's head, which has the schema and the dictionary: fetch the file's beginning (64 KiB are
-nearly always enough), and more while `head_length` gives None. `stream_of` joins head and run:
+Lists of runs give each run's `file`, `offset` and `bytes`. The run's record batches are the bytes
+`[offset, offset + bytes)` of the file, which a server sends as byte ranges. They can only be read after the file's
+head, which has the schema and the dictionary: fetch the file's beginning (64 KiB are nearly always enough), and more
+while `head_length` gives None. `stream_of` joins head and run:
 
     beginning = fetch(file, 0, 1 << 16)
     head = beginning[: head_length(beginning)]
@@ -23,11 +23,14 @@ import pyarrow as pa
 MAGIC = b"ARROW1\0\0"  # begins every file; the stream of messages comes after it
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # ends a stream
 
+Entry = Mapping[str, Any]  # a run as a server lists it
+
 
 def head_length(data: bytes) -> int | None:
     """How many bytes of a file come before its first record batch, by the file's beginning; None if that is too short.
 
-    ValueError if it is not the beginning of a file of activations.
+    Raises:
+        ValueError: It is not the beginning of a file of activations.
     """
     if not MAGIC.startswith(data[: len(MAGIC)]):
         raise ValueError("these bytes do not begin an Arrow file")
@@ -47,7 +50,7 @@ def stream_of(head: bytes, run: bytes) -> bytes:
     return (run if run.startswith(MAGIC) else head + run)[len(MAGIC) :] + _END
 
 
-def spans(head: int, runs: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+def spans(head: int, runs: Iterable[Entry]) -> list[tuple[int, int]]:
     """The ranges of a file's bytes that have some listed runs, without the `head` bytes at its beginning.
 
     Adjacent runs are in one range; the ranges ascend.
