@@ -105,7 +105,7 @@ def whole_calls(parts: Iterable[CallPart]) -> list[CallPart]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one choice: text, thoughts, parts of tool calls, and the tokens since the last piece.
+    """A part of one choice: text, reasoning, parts of tool calls, and the tokens since the last piece.
 
     A choice's first message has `prompt_ids` if the job asks for token ids; `lens` is None if it asks for none.
     """

@@ -115,7 +115,7 @@ class Options(BaseModel):
         max_running: The most sequences of a replica that share a forward pass.
         max_queued: The most further sequences that wait in a replica's queue; more get 429.
         prefill_tokens: The most prompt tokens of one forward pass; at most a fifth of it while streams decode. A
-            longer prompt runs in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
+            longer prompt runs in chunks. By default 1,024 on a CPU and 4,096 on a GPU.
         kv_fraction: The most memory for keys and values of a replica: a fraction of what is free at start, which
             replicas on CPUs, and those that share a GPU, divide among them; or a size such as `2GiB`.
         request_timeout_s: Seconds after which a request gets 504.

@@ -24,9 +24,9 @@ LAYERS = [
     ("deployments.replica",),
     ("deployments.interventions", "deployments.chat", "deployments.client_code", "deployments.job"),
     ("deployments.engine", "deployments.messages"),
-    ("deployments.model", "deployments.places", "deployments.model_files"),
-    ("deployments.activations", "deployments.client_data"),
-    ("deployments.readouts", "deployments.points"),
+    ("deployments.model", "deployments.places", "deployments.model_files", "deployments.readouts"),
+    ("deployments.activations", "deployments.client_data", "deployments.readouts.files"),
+    ("deployments.points", "deployments.readouts.spec"),
     ("deployments",),
     ("vitrine",),
 ]

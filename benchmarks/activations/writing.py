@@ -26,7 +26,7 @@ import pyarrow as pa
 import torch
 
 from benchmarks.common.harness import Findings, Run, Way, in_turn, parser
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
@@ -45,7 +45,7 @@ def rows(points: Mapping[str, torch.Tensor], first: int = 0) -> pa.RecordBatch:
     count = len(next(iter(points.values())))
     positions = range(first, first + count)
     return to_batch(
-        SegmentFacts(NAME, NAME, None, NAME, {}, {name: name for name in points}),
+        FileInfo(NAME, NAME, None, NAME, {}, {name: name for name in points}),
         run_id="r",
         sample_id=None,
         positions=positions,
@@ -55,9 +55,9 @@ def rows(points: Mapping[str, torch.Tensor], first: int = 0) -> pa.RecordBatch:
     )
 
 
-def facts(run_id: str, tokens: int) -> RunFacts:
+def facts(run_id: str, tokens: int) -> RunInfo:
     """The facts of a run whose tokens are all of its prompt."""
-    return RunFacts(run_id, NAME, NAME, 0.0, tokens, tokens)
+    return RunInfo(run_id, NAME, NAME, 0.0, tokens, tokens)
 
 
 class Disk:

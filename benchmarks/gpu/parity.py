@@ -18,7 +18,7 @@ from deployments.model.kv_cache import PAGE
 
 LENGTHS = (5, 17, 64, 130, 301)  # of prompts
 NEW, TOP = 32, 5
-PIECE = 48  # prompt tokens of a forward pass
+CHUNK = 48  # prompt tokens of a forward pass
 # Differences that count as none: the engine's shapes of products are others than transformers', so that libraries add
 # up in another order. Beyond these, the engine may be twice as far from float32 as transformers is.
 LOGPROB, ROWS = 1e-3, 1e-4
@@ -41,7 +41,7 @@ def _of(case: Case) -> dict[str, Any]:
     with patch.object(sequence, "RESERVED_TOKENS", 1):  # so that sequences outgrow the memory
         position = case.engine(1)._memory.position_bytes
         kv_bytes = (longest + 12) * PAGE * position
-        engine = case.engine(len(requests), prefill_tokens=PIECE, kv_bytes=kv_bytes)
+        engine = case.engine(len(requests), prefill_tokens=CHUNK, kv_bytes=kv_bytes)
         done = engine.generate(requests)
     exact = case.hf if case.hf.dtype == torch.float32 else copy.deepcopy(case.hf).float()
     worst = {"engine": [0.0, 0.0], "transformers": [0.0, 0.0]}

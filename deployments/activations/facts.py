@@ -55,7 +55,7 @@ def explained(root: object) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class SegmentFacts:
+class FileInfo:
     """What all runs of one file share."""
 
     session_id: str
@@ -86,7 +86,7 @@ class SessionName(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunInfo:
     """What one run is."""
 
     run_id: str  # unique within the session
@@ -116,7 +116,7 @@ class RunFacts:
         return SessionName(self.owner, self.session_id)
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> RunFacts:
+    def of(cls, said: Mapping[str, Any]) -> RunInfo:
         """The facts that `as_json` wrote, without unknown fields."""
         return cls(**{name: said[name] for name in RUN_FACTS if name in said})
 
@@ -126,7 +126,7 @@ class RunFacts:
         return json.dumps({name: getattr(self, name) for name in RUN_FACTS})
 
 
-RUN_FACTS = [item.name for item in fields(RunFacts)]
+RUN_FACTS = [item.name for item in fields(RunInfo)]
 
 
 class PointType(NamedTuple):
@@ -148,7 +148,7 @@ class StoredPoint(NamedTuple):
 class RunEnd(NamedTuple):
     """A run's last rows, and all that is known of it."""
 
-    run: RunFacts
+    run: RunInfo
     batches: list[Any]  # record batches, or references to them
     part: int = 0  # the number of parts sent before
 
@@ -179,10 +179,10 @@ class StoredFile(NamedTuple):
     modified_ns: int | None
 
 
-class Entry(NamedTuple):
+class RunRecord(NamedTuple):
     """One stored run; interventions and text are only in its file."""
 
-    facts: RunFacts
+    facts: RunInfo
     path: str  # of its file, below the store's directory
     first_row: int
     rows: int
@@ -205,7 +205,7 @@ class FileUpdate(NamedTuple):
     """Runs of one file that are durable, and the file as it is now."""
 
     session: SessionName
-    entries: Sequence[Entry]
+    entries: Sequence[RunRecord]
     file: StoredFile
 
 

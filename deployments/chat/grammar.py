@@ -17,7 +17,7 @@ MOST_BEFORE = 96
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Thoughts(NamedTuple):
+class Reasoning(NamedTuple):
     """How reasoning is marked, and whether the prompt has already begun it."""
 
     opening: str
@@ -38,12 +38,12 @@ class GrammarWriter:
         longest_first = sorted(added, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if added else None
 
-    def answer(self, thoughts: Thoughts | None, schema: Mapping[str, Any] | None, calls: RequiredCalls | None) -> str:
-        """The grammar of an answer: after `thoughts`, JSON by `schema`, or `calls`, or either if both are given."""
+    def answer(self, reasoning: Reasoning | None, schema: Mapping[str, Any] | None, calls: RequiredCalls | None) -> str:
+        """The grammar of an answer: after `reasoning`, JSON by `schema`, or `calls`, or either if both are given."""
         kinds = [name for name, given in (("json", schema), ("calls", calls)) if given is not None]
-        lines = [f"start: {'thoughts ' if thoughts else ''}({' | '.join(kinds)})"]
-        if thoughts:
-            lines += self._thoughts(thoughts)
+        lines = [f"start: {'reasoning ' if reasoning else ''}({' | '.join(kinds)})"]
+        if reasoning:
+            lines += self._reasoning(reasoning)
         if schema is not None:
             lines.append(f"json: {schema_rule(schema)}")
         if calls:
@@ -60,15 +60,15 @@ class GrammarWriter:
         )
         return " ".join(written) or '""'
 
-    def _thoughts(self, thoughts: Thoughts) -> list[str]:
+    def _reasoning(self, reasoning: Reasoning) -> list[str]:
         space = r"(/[ \n\r\t]{1,8}/)?"
-        if thoughts.closing in self._added:
-            lines = [f"thought: /(.|\\n)*/ {self.literal(thoughts.closing)}"]
+        if reasoning.closing in self._added:
+            lines = [f"thought: /(.|\\n)*/ {self.literal(reasoning.closing)}"]
         else:
-            lines = [f"thought[suffix={json.dumps(thoughts.closing)}]: /(.|\\n)*/"]
-        if thoughts.begun:
-            return [f"thoughts: thought {space}", *lines]
-        return [f"thoughts: ({self.literal(thoughts.opening)} thought {space})?", *lines]
+            lines = [f"thought[suffix={json.dumps(reasoning.closing)}]: /(.|\\n)*/"]
+        if reasoning.begun:
+            return [f"reasoning: thought {space}", *lines]
+        return [f"reasoning: ({self.literal(reasoning.opening)} thought {space})?", *lines]
 
     def _calls(self, calls: RequiredCalls) -> list[str]:
         form, functions = calls.form, calls.functions

@@ -81,7 +81,7 @@ def response_template(tokenizer: Any, hf: Any) -> ResponseTemplate | None:
     return _linear(load_response_template(known)) if known else None
 
 
-def thoughts(template: ResponseTemplate) -> str | None:
+def reasoning(template: ResponseTemplate) -> str | None:
     """The name of a template's reasoning field; None if it has none."""
     return next((name for name in REASONING if name in template.fields), None)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from deployments.chat import response_templates, tool_calls
-from deployments.chat.grammar import GrammarWriter, RequiredCalls, Thoughts
+from deployments.chat.grammar import GrammarWriter, Reasoning, RequiredCalls
 from deployments.chat.reader import AnswerReader
 from deployments.errors import RequestError
 
@@ -97,7 +97,7 @@ class ChatFormat:
         template = self._template
         if tools and not (template and "tool_calls" in template.fields):
             raise RequestError("the chat template does not show how this model writes tool calls", "tools")
-        if template is None or not (tools or response_templates.thoughts(template)):
+        if template is None or not (tools or response_templates.reasoning(template)):
             return None
         return AnswerReader(template, prompt, tools or (), parallel, streamed)
 
@@ -132,8 +132,8 @@ class ChatFormat:
             )
         functions = [tool["function"] for tool in tools if not must_call or tool["function"]["name"] in must_call]
         asked = RequiredCalls(form, functions, parallel) if form else None
-        thoughts = self._thoughts(prompt) if prompt is not None else None
-        return self._lark.answer(thoughts, None if must_call else schema, asked)
+        reasoning = self._reasoning(prompt) if prompt is not None else None
+        return self._lark.answer(reasoning, None if must_call else schema, asked)
 
     @functools.cached_property
     def _form(self) -> tool_calls.ToolCallFormat | None:
@@ -146,9 +146,9 @@ class ChatFormat:
     def _lark(self) -> GrammarWriter:
         return GrammarWriter({token.content: id for id, token in self._tokenizer.added_tokens_decoder.items()})
 
-    def _thoughts(self, prompt: str) -> Thoughts | None:
+    def _reasoning(self, prompt: str) -> Reasoning | None:
         """The format of reasoning in an answer to `prompt`; None if it has none, or if the prompt has ended it."""
-        name = response_templates.thoughts(self._template) if self._template else None
+        name = response_templates.reasoning(self._template) if self._template else None
         if self._template is None or name is None:
             return None
         thinking = AnswerReader(self._template, prompt, ()).thinking
@@ -157,7 +157,7 @@ class ChatFormat:
             return None
         if not thinking and field.close_literals[0] not in str(self._tokenizer.chat_template):
             return None  # this model's chat template has no reasoning; others with the same response template have
-        return Thoughts(field.open_literals[0], field.close_literals[0], bool(thinking))
+        return Reasoning(field.open_literals[0], field.close_literals[0], bool(thinking))
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class CaptureBudget:
         share = self.share(seqs)
         for seq in seqs:
             if seq.recording:
-                seq.recording.piece_bytes = None if share is None else min(PIECE_BYTES, share // 2)
+                seq.recording.chunk_bytes = None if share is None else min(PIECE_BYTES, share // 2)
 
     def share(self, seqs: Iterable[Sequence]) -> int | None:
         """The bytes that each sequence that releases its rows early may hold; None for no limit."""

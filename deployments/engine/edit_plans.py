@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from deployments.engine.edits import Edit, FeatureChange, Index, Kind
-from deployments.places.place import Place
+from deployments.places.hook_site import HookSite
 from deployments.readouts.reading import ReadoutReader
 
 
@@ -59,9 +59,9 @@ class Plan:
 
     def __init__(self, spans: Sequence[Span]) -> None:
         """Group the sequences' edits by place, index, kind and features."""
-        stages: dict[Place, dict[_Key, list[_Part]]] = {}
+        stages: dict[HookSite, dict[_Key, list[_Part]]] = {}
         for span in spans:
-            turns: Counter[Place] = Counter()
+            turns: Counter[HookSite] = Counter()
             for edit in span.edits:
                 place = edit.point.place
                 key = _Key(turns[place], edit.kind, edit.point.shape, edit.heads, edit.features, edit.change)
@@ -76,7 +76,7 @@ class Plan:
         }
         self.places = list(self._changes)
 
-    def apply(self, place: Place, value: torch.Tensor, reader: ReadoutReader | None = None) -> torch.Tensor | None:
+    def apply(self, place: HookSite, value: torch.Tensor, reader: ReadoutReader | None = None) -> torch.Tensor | None:
         """Return the changed value [rows, ...]; None if nothing changes.
 
         Args:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from deployments.places.place import Point
+from deployments.places.hook_site import Point
 from deployments.points.token_choices import Tokens as Tokens
 from deployments.readouts.gates import Gate
 from deployments.readouts.values import Readout

@@ -2,7 +2,7 @@
 
 One thread owns the model and calls `step` (or `run`, which does nothing else); any thread may `submit`,
 `cancel` and report rows as `written`. Each step is one forward pass: one token of every request whose prompt has run,
-and pieces of prompts. `recovery.py` handles failed forward passes.
+and chunks of prompts. `recovery.py` handles failed forward passes.
 
 More than 300 lines, because each stage of a step changes the same state: the queue, the sequences and their events.
 """
@@ -47,7 +47,7 @@ from deployments.engine.request import (
     StopReason,
 )
 from deployments.engine.runner import ForwardResult, Runner
-from deployments.engine.scheduler import Piece, Scheduler
+from deployments.engine.scheduler import Chunk, Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.statistics import Statistics
 from deployments.errors import RequestError
@@ -92,10 +92,10 @@ class Engine:
             model: The only copy of the weights.
             max_running: The most requests that decode together.
             prefill_tokens: The most prompt tokens of one forward pass; at most a fifth of it while streamed requests
-                decode. A longer prompt runs in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
+                decode. A longer prompt runs in chunks. By default 1,024 on a CPU and 4,096 on a GPU.
             kv_bytes: The most KV memory; without it, `kv_fraction` of the memory that is free now.
             kv_fraction: A fraction of the free memory; half by default.
-            capture_bytes: Host memory for recorded rows. Rows then leave in pieces as `Rows`, and their consumer calls
+            capture_bytes: Host memory for recorded rows. Rows then leave in chunks as `Rows`, and their consumer calls
                 `written`. None keeps all rows of a request until its end.
         """
         self.model = model
@@ -206,23 +206,23 @@ class Engine:
             self.check(request)
         for request in requests:
             self.submit(replace(request, streamed=False))
-        pieces: dict[str, list[Captured]] = {request.id: [] for request in requests}
+        chunks: dict[str, list[Captured]] = {request.id: [] for request in requests}
         done: dict[str, Finished] = {}
         try:
             while len(done) < len(requests):
                 for event in self.step(wait=True):
-                    if event.id not in pieces:
+                    if event.id not in chunks:
                         raise RuntimeError(f"request {event.id!r} is under way: take its events from `step` first")
                     if isinstance(event, (Delta, PromptLogprobs)):
                         continue
                     if event.captured is not None:
-                        pieces[event.id].append(event.captured)
+                        chunks[event.id].append(event.captured)
                         self.written(event.id, event.captured.bytes)
                     if isinstance(event, Finished):
-                        whole = joined(pieces[event.id]) if event.captured is not None else None
+                        whole = joined(chunks[event.id]) if event.captured is not None else None
                         done[event.id] = replace(event, captured=whole)
         finally:
-            if left := pieces.keys() - done.keys():  # interrupted
+            if left := chunks.keys() - done.keys():  # interrupted
                 for request_id in left:
                     self.cancel(request_id)
                 with torch.inference_mode():
@@ -241,13 +241,13 @@ class Engine:
         self.step_began = began = time.monotonic()
         self._receive(first, events)
         self._receive_all(events)
-        pieces = self._scheduler.next_pieces()
-        self._idle = not pieces
+        chunks = self._scheduler.next_chunks()
+        self._idle = not chunks
         tokens = self.statistics.tokens
-        if pieces:
-            self._queued.difference_update(piece.sequence.request.id for piece in pieces)
+        if chunks:
+            self._queued.difference_update(chunk.sequence.request.id for chunk in chunks)
             self._capture_budget.divide(self._scheduler.recording)
-            self._forward(pieces, events)
+            self._forward(chunks, events)
             self.statistics.count_step(time.monotonic() - began, self.statistics.tokens - tokens)
         self._note()
         self.step_began = None
@@ -295,25 +295,25 @@ class Engine:
 
     # ---- one forward pass
 
-    def _forward(self, pieces: collections.abc.Sequence[Piece], events: list[Event]) -> None:
+    def _forward(self, chunks: collections.abc.Sequence[Chunk], events: list[Event]) -> None:
         """Run a forward pass and process its result; an error ends only the failing sequence."""
         device = self.model.device
-        if not all(piece.sequence.memory.before for piece in pieces):
+        if not all(chunk.sequence.memory.before for chunk in chunks):
             self._note_memory()
         failed = out_of_memory = None
         try:
-            self._advance(self._runner.run(pieces), events)
+            self._advance(self._runner.run(chunks), events)
             self._scheduler.went_well()
             self._broken = 0
         except Exception as error:  # by a request, the model's code or the device; only the requests selected below end
-            self._broken += len(pieces) == 1 and _is_own_assertion(error)
+            self._broken += len(chunks) == 1 and _is_own_assertion(error)
             if self._broken == MOST_BROKEN or device_memory.is_broken(error):
                 raise
-            logger.exception("a forward of %d requests failed", len(pieces))
+            logger.exception("a forward of %d requests failed", len(chunks))
             failed = f"{type(error).__name__}: {error}"
             out_of_memory = device_memory.describe(device, error) if device_memory.is_out_of_memory(error) else None
         if failed:  # outside the handler, whose error keeps the forward pass's tensors alive
-            for end in self._recovery.after(pieces, failed, out_of_memory):
+            for end in self._recovery.after(chunks, failed, out_of_memory):
                 self._finish(end.sequence, "error", events, end.message, end.code)
         self._send_rows(events)
         self._settle()

@@ -82,9 +82,9 @@ class KvMemory:
         """The most tokens of a single sequence."""
         return self._context if pages_for(self.most_held(self._context)) <= self.pages else self.pages * PAGE
 
-    def most_held(self, tokens: int, piece: int = PAGE) -> int:
-        """The most positions for which a sequence of `tokens` tokens needs pages at once, in pieces of `piece`."""
-        return min(tokens, self._window + piece + PAGE - 2)  # a window starts anywhere in a page
+    def most_held(self, tokens: int, chunk: int = PAGE) -> int:
+        """The most positions for which a sequence of `tokens` tokens needs pages at once, in chunks of `chunk`."""
+        return min(tokens, self._window + chunk + PAGE - 2)  # a window starts anywhere in a page
 
     @property
     def available(self) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from deployments.engine.capture.ring import CaptureRing
 from deployments.engine.kv_memory import KvMemory
-from deployments.engine.scheduler import Piece, Scheduler
+from deployments.engine.scheduler import Chunk, Scheduler
 from deployments.engine.sequence import Sequence as EngineSequence
 from deployments.engine.statistics import Statistics
 from deployments.model.device_memory import mib
@@ -36,27 +36,27 @@ class Recovery:
         self._ring = ring
         self._statistics = statistics
 
-    def after(self, pieces: Sequence[Piece], failed: str, out_of_memory: str | None) -> list[Failure]:
+    def after(self, chunks: Sequence[Chunk], failed: str, out_of_memory: str | None) -> list[Failure]:
         """Prepare the next forward passes and return the sequences that end.
 
         Args:
-            pieces: The pieces of the failed forward pass.
+            chunks: The chunks of the failed forward pass.
             failed: What went wrong.
             out_of_memory: The memory held and requested, if memory ran out.
         """
-        pieces = [piece for piece in pieces if piece.sequence in self._scheduler.running]
-        for piece in pieces:
-            if piece.sequence.fed == piece.sequence.length:  # run, but its next token was not drawn
-                piece.sequence.fed -= 1  # its last token runs again
+        chunks = [chunk for chunk in chunks if chunk.sequence in self._scheduler.running]
+        for chunk in chunks:
+            if chunk.sequence.fed == chunk.sequence.length:  # run, but its next token was not drawn
+                chunk.sequence.fed -= 1  # its last token runs again
         if out_of_memory is None:
-            if len(pieces) > 1:
-                self._scheduler.suspect(pieces)
+            if len(chunks) > 1:
+                self._scheduler.suspect(chunks)
                 return []
-            return [Failure(piece.sequence, failed, "engine_error") for piece in pieces]
+            return [Failure(chunk.sequence, failed, "engine_error") for chunk in chunks]
         self._statistics.out_of_memory += 1
-        relieved = self._relieve(pieces)
+        relieved = self._relieve(chunks)
         self._memory.trim()
-        return [] if relieved else [self._exhausted(piece.sequence, out_of_memory) for piece in pieces]
+        return [] if relieved else [self._exhausted(chunk.sequence, out_of_memory) for chunk in chunks]
 
     def preempt(self, seq: EngineSequence) -> None:
         """Move a sequence back to the queue with its recorded rows."""
@@ -64,23 +64,23 @@ class Recovery:
             self._ring.leave(seq.recording)
         self._scheduler.preempt(seq)
 
-    def _relieve(self, pieces: Sequence[Piece]) -> bool:
+    def _relieve(self, chunks: Sequence[Chunk]) -> bool:
         """Make the next forward passes smaller than one that ran out of memory; false if that is not possible."""
         scheduler = self._scheduler
-        prompts = [piece for piece in pieces if not piece.sequence.decodes]
-        if prompts and scheduler.halve_tokens(sum(piece.count for piece in prompts)):
+        prompts = [chunk for chunk in chunks if not chunk.sequence.decodes]
+        if prompts and scheduler.halve_tokens(sum(chunk.count for chunk in prompts)):
             return True
         if prompts and len(scheduler.running) > len(prompts):  # the others hold the memory: wait until they end
             leaving = prompts
         else:
-            by_arrival = sorted(pieces, key=lambda piece: piece.sequence.arrival)
+            by_arrival = sorted(chunks, key=lambda chunk: chunk.sequence.arrival)
             leaving = by_arrival[(len(by_arrival) + 1) // 2 :]
-        for piece in reversed(leaving):
-            self.preempt(piece.sequence)
+        for chunk in reversed(leaving):
+            self.preempt(chunk.sequence)
         scheduler.limit_sequences(len(scheduler.running))
-        if leaving or len(pieces) != 1:
+        if leaving or len(chunks) != 1:
             return bool(leaving)
-        last = pieces[0].sequence
+        last = chunks[0].sequence
         once_more = last.no_memory_at != last.length  # retry once with the memory released meanwhile
         last.no_memory_at = last.length
         return once_more

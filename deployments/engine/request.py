@@ -17,7 +17,7 @@ from deployments.points.token_choices import Tokens
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
     from deployments.engine.decoding.guided import Grammar
     from deployments.engine.edits import Edit
-    from deployments.places.place import Point
+    from deployments.places.hook_site import Point
     from deployments.readouts.gates import Gate
     from deployments.readouts.sequence import ResolvedReadout
     from deployments.readouts.spec import ReadoutRows

@@ -1,4 +1,4 @@
-"""One forward pass: pieces of prompts and the next token of every decoding sequence, packed."""
+"""One forward pass: chunks of prompts and the next token of every decoding sequence, packed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from deployments.engine.decoding.prompt_logprobs import read, spans_of
 from deployments.engine.edit_plans import Plans, Span
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import LayerTokens
-from deployments.engine.scheduler import Piece
+from deployments.engine.scheduler import Chunk
 from deployments.engine.sequence import Sequence as EngineSequence
 from deployments.model.kv_cache import TokenSpan
 from deployments.model.model import Model
-from deployments.places.place import Place
+from deployments.places.hook_site import HookSite
 from deployments.readouts.gates import Gate
 from deployments.readouts.reading import ReadoutReader, ReadSpan, Stacks
 
@@ -52,26 +52,26 @@ class Runner:
         self._lenses = LensReader([])  # of the last forward pass
         self._stacks = Stacks()
 
-    def run(self, pieces: Sequence[Piece]) -> ForwardResult:
+    def run(self, chunks: Sequence[Chunk]) -> ForwardResult:
         """Run one forward pass.
 
         Args:
-            pieces: The pieces to run; their pages are reserved.
+            chunks: The chunks to run; their pages are reserved.
         """
         model = self._model
-        pieces = self._in_order(pieces)
-        capture = _Capture(self._ring, pieces)
-        plan = self._plans.of([Span(p.sequence.request.edits, p.start, p.count, p.row) for p in pieces])
-        deciding = [piece for piece in pieces if piece.decides]
-        drawn = [LensRow(_last_row(piece), asked) for piece in deciding if (asked := piece.sequence.lens)]
-        prompts = _prompt_lenses(pieces)
+        chunks = self._in_order(chunks)
+        capture = _Capture(self._ring, chunks)
+        plan = self._plans.of([Span(p.sequence.request.edits, p.start, p.count, p.row) for p in chunks])
+        deciding = [chunk for chunk in chunks if chunk.decides]
+        drawn = [LensRow(_last_row(chunk), asked) for chunk in deciding if (asked := chunk.sequence.lens)]
+        prompts = _prompt_lenses(chunks)
         lenses = self._lenses_of([*drawn, *(lens.row for lens in prompts)])
         readouts = ReadoutReader(
-            [_read_span(piece) for piece in pieces],
+            [_read_span(chunk) for chunk in chunks],
             self._stacks,
         )
 
-        def visit(place: Place, value: Any) -> torch.Tensor | None:
+        def visit(place: HookSite, value: Any) -> torch.Tensor | None:
             new = plan.apply(place, value, readouts)
             seen = value if new is None else new
             capture.take(place, seen)
@@ -80,11 +80,11 @@ class Runner:
             return new
 
         places = [*capture.places, *plan.places, *lenses.places, *readouts.places]
-        scored = spans_of([piece.sequence.scores for piece in pieces], pieces)
-        wanted = [_last_row(piece) for piece in deciding] + [row for one in scored for row in one.rows]
+        scored = spans_of([chunk.sequence.scores for chunk in chunks], chunks)
+        wanted = [_last_row(chunk) for chunk in deciding] + [row for one in scored for row in one.rows]
         logits = model.forward(
-            [token for piece in pieces for token in _tokens(piece)],
-            [TokenSpan(piece.sequence.kv, piece.start, piece.count) for piece in pieces],
+            [token for chunk in chunks for token in _tokens(chunk)],
+            [TokenSpan(chunk.sequence.kv, chunk.start, chunk.count) for chunk in chunks],
             wanted,
             self._memory.cache,
             places,
@@ -96,36 +96,36 @@ class Runner:
         layers = lenses.read(model.unembedding)  # before any state changes: these may run out of memory
         capture.stack()
         found = iter(layers)
-        by_turn = {turn: next(found) for turn, piece in enumerate(deciding) if piece.sequence.lens}
+        by_turn = {turn: next(found) for turn, chunk in enumerate(deciding) if chunk.sequence.lens}
         met = readouts.keep()
-        stopped = {turn: met[row] for turn, piece in enumerate(deciding) if (row := _last_row(piece)) in met}
+        stopped = {turn: met[row] for turn, chunk in enumerate(deciding) if (row := _last_row(chunk)) in met}
         capture.keep()
         for span, scores in zip(scored, logprobs, strict=True):
             span.scores.add(scores)
         for lens, found_layers in zip(prompts, layers[len(drawn) :], strict=True):
             lens.sequence.prompt_lens.append((lens.position, found_layers))
-        for piece in pieces:
-            self._fed(piece)
-        return ForwardResult([piece.sequence for piece in deciding], logits[: len(deciding)], by_turn, stopped)
+        for chunk in chunks:
+            self._fed(chunk)
+        return ForwardResult([chunk.sequence for chunk in deciding], logits[: len(deciding)], by_turn, stopped)
 
-    def _in_order(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces with their rows: first those whose row goes through the ring, in its order."""
-        ordered = list(pieces)
+    def _in_order(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The chunks with their rows: first those whose row goes through the ring, in its order."""
+        ordered = list(chunks)
         if self._model.packs:
             decoding = {
-                recording: piece
-                for piece in pieces
-                if (recording := piece.sequence.recording) and piece.sequence.decodes and recording.wants_generated
+                recording: chunk
+                for chunk in chunks
+                if (recording := chunk.sequence.recording) and chunk.sequence.decodes and recording.wants_generated
             }
             ordered = [decoding[recording] for recording in self._ring.arrange(list(decoding))]
-            ordered += [piece for piece in pieces if piece.sequence.recording not in decoding]
-        firsts = accumulate((piece.count for piece in ordered), initial=0)
-        return [Piece(p.sequence, p.start, p.count, row) for p, row in zip(ordered, firsts, strict=False)]
+            ordered += [chunk for chunk in chunks if chunk.sequence.recording not in decoding]
+        firsts = accumulate((chunk.count for chunk in ordered), initial=0)
+        return [Chunk(p.sequence, p.start, p.count, row) for p, row in zip(ordered, firsts, strict=False)]
 
-    def _fed(self, piece: Piece) -> None:
-        """Update the sequence of a piece whose forward pass succeeded."""
-        seq = piece.sequence
-        before, seq.fed = seq.fed, piece.start + piece.count
+    def _fed(self, chunk: Chunk) -> None:
+        """Update the sequence of a chunk whose forward pass succeeded."""
+        seq = chunk.sequence
+        before, seq.fed = seq.fed, chunk.start + chunk.count
         if seq.recording:
             seq.recording.rows = max(seq.recording.rows, seq.fed)
         if self._model.packs and self._memory.completes_page(before, seq.fed):
@@ -147,32 +147,32 @@ class _PromptLens(NamedTuple):
     row: LensRow
 
 
-def _prompt_lenses(pieces: Sequence[Piece]) -> list[_PromptLens]:
+def _prompt_lenses(chunks: Sequence[Chunk]) -> list[_PromptLens]:
     return [
-        _PromptLens(piece.sequence, position, LensRow(piece.row + position - piece.start, asked))
-        for piece in pieces
-        if (asked := piece.sequence.request.lens)
-        for position in piece.sequence.lensed(piece.start, piece.start + piece.count)
+        _PromptLens(chunk.sequence, position, LensRow(chunk.row + position - chunk.start, asked))
+        for chunk in chunks
+        if (asked := chunk.sequence.request.lens)
+        for position in chunk.sequence.lensed(chunk.start, chunk.start + chunk.count)
     ]
 
 
-def _read_span(piece: Piece) -> ReadSpan:
-    seq, request = piece.sequence, piece.sequence.request
-    return ReadSpan(seq.readouts, request.gates, request.stop_when, piece.start, piece.count, piece.row, piece.decides)
+def _read_span(chunk: Chunk) -> ReadSpan:
+    seq, request = chunk.sequence, chunk.sequence.request
+    return ReadSpan(seq.readouts, request.gates, request.stop_when, chunk.start, chunk.count, chunk.row, chunk.decides)
 
 
-def _last_row(piece: Piece) -> int:
-    return piece.row + piece.count - 1
+def _last_row(chunk: Chunk) -> int:
+    return chunk.row + chunk.count - 1
 
 
-def _tokens(piece: Piece) -> Sequence[int]:
-    """A piece's token ids."""
-    seq, stop, prompt = piece.sequence, piece.start + piece.count, len(piece.sequence.request.prompt)
+def _tokens(chunk: Chunk) -> Sequence[int]:
+    """A chunk's token ids."""
+    seq, stop, prompt = chunk.sequence, chunk.start + chunk.count, len(chunk.sequence.request.prompt)
     if stop <= prompt:
-        return seq.request.prompt[piece.start : stop]
-    if piece.start >= prompt:
-        return seq.tokens[piece.start - prompt : stop - prompt]
-    return [*seq.request.prompt[piece.start :], *seq.tokens[: stop - prompt]]
+        return seq.request.prompt[chunk.start : stop]
+    if chunk.start >= prompt:
+        return seq.tokens[chunk.start - prompt : stop - prompt]
+    return [*seq.request.prompt[chunk.start :], *seq.tokens[: stop - prompt]]
 
 
 class _Capture:
@@ -186,18 +186,18 @@ class _Capture:
         readers: For each place of attention patterns, the spans that are read.
     """
 
-    def __init__(self, ring: CaptureRing, pieces: Sequence[Piece]) -> None:
+    def __init__(self, ring: CaptureRing, chunks: Sequence[Chunk]) -> None:
         self._ring = ring
         self._through_ring = len(ring.recordings)
         indexed = [
-            (index, PromptRows(recording, piece.row, piece.start, piece.count).after(recording.rows))
-            for index, piece in enumerate(pieces)
-            if index >= self._through_ring and (recording := piece.sequence.recording)
-            if piece.sequence.records_prefill
+            (index, PromptRows(recording, chunk.row, chunk.start, chunk.count).after(recording.rows))
+            for index, chunk in enumerate(chunks)
+            if index >= self._through_ring and (recording := chunk.sequence.recording)
+            if chunk.sequence.records_prefill
         ]
         self._prompts = [prompt for _, prompt in indexed]
         self._gathered, self._copied = gatherings(self._prompts, ring.window)
-        self._came = set[Place]()
+        self._came = set[HookSite]()
         recordings = [prompt.recording for prompt in self._prompts]
         ringing = ring.places()
         self._ringing = set(ringing)
@@ -211,7 +211,7 @@ class _Capture:
         if ring.recordings:
             ring.begin()
 
-    def take(self, place: Place, value: Any) -> None:
+    def take(self, place: HookSite, value: Any) -> None:
         """Copy the recorded rows of a place's value [rows, ...]; for patterns, a list of [tokens, heads, keys]."""
         self._came.add(place)
         shown = iter(value) if place.grows else None

@@ -22,14 +22,14 @@ RECOVERY_FORWARDS = 64  # successful forward passes after which limits are doubl
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Consecutive tokens of a sequence in a forward pass.
 
     Attributes:
         sequence: The sequence.
         start: The position of the first.
         count: The number of tokens.
-        row: The first token's row in the forward pass, once pieces are in order.
+        row: The first token's row in the forward pass, once chunks are in order.
     """
 
     sequence: Sequence
@@ -89,32 +89,32 @@ class Scheduler:
 
     # ---- the next forward pass
 
-    def next_pieces(self) -> list[Piece]:
-        """The next token of each decoding sequence, and pieces of prompts."""
+    def next_chunks(self) -> list[Chunk]:
+        """The next token of each decoding sequence, and chunks of prompts."""
         for seq in self.running:
             self._memory.slide(seq.kv, seq.fed)
         decoding = self._decoding()
-        pieces = [Piece(seq, seq.fed, 1) for seq in decoding]
+        chunks = [Chunk(seq, seq.fed, 1) for seq in decoding]
         streams = any(seq.request.streamed for seq in decoding)
-        pieces += self._prompts(self._beside_streams(len(decoding)) if streams else self.tokens)
-        while not pieces and (stuck := [seq for seq in self.running if not seq.stalled]):
+        chunks += self._prompts(self._beside_streams(len(decoding)) if streams else self.tokens)
+        while not chunks and (stuck := [seq for seq in self.running if not seq.stalled]):
             if len(stuck) == 1:
                 break
             self.preempt(max(stuck, key=lambda seq: seq.arrival))  # none has pages for its next tokens
-            pieces = self._prompts(self.tokens)
+            chunks = self._prompts(self.tokens)
         if not self._packs:
-            pieces = sorted(pieces, key=lambda piece: piece.sequence.turn)[:1]
+            chunks = sorted(chunks, key=lambda chunk: chunk.sequence.turn)[:1]
         if self._suspects:
             group = self._suspects.pop()
-            pieces = [piece for piece in pieces if piece.sequence in group] or pieces
+            chunks = [chunk for chunk in chunks if chunk.sequence in group] or chunks
         self._turn += 1
-        for piece in pieces:
-            piece.sequence.turn = self._turn
-        return pieces
+        for chunk in chunks:
+            chunk.sequence.turn = self._turn
+        return chunks
 
-    def suspect(self, pieces: collections.abc.Sequence[Piece]) -> None:
+    def suspect(self, chunks: collections.abc.Sequence[Chunk]) -> None:
         """Run the sequences of a failed forward pass in two halves next, to find the one at fault."""
-        seqs = [piece.sequence for piece in pieces]
+        seqs = [chunk.sequence for chunk in chunks]
         self._suspects += [seqs[len(seqs) // 2 :], seqs[: len(seqs) // 2]]
 
     def _decoding(self) -> list[Sequence]:
@@ -129,16 +129,16 @@ class Scheduler:
         most, least = (self.tokens // part for part in STREAM_PARTS)
         return max(MIN_PROMPT_TOKENS, least, min(most, STREAM_ROWS * rows))
 
-    def _prompts(self, left: int) -> list[Piece]:
-        """Pieces of running prompts, then of waiting ones, as far as they fit.
+    def _prompts(self, left: int) -> list[Chunk]:
+        """Chunks of running prompts, then of waiting ones, as far as they fit.
 
         Args:
-            left: The most tokens of all pieces together.
+            left: The most tokens of all chunks together.
         """
         room = self._capture_budget.left(self.recording)
         scored = 0
         coming = set[Hashable]()  # pages that this forward pass fills and that others may share in the next
-        pieces: list[Piece] = []
+        chunks: list[Chunk] = []
         begun = [seq for seq in self.running if not seq.decodes and not seq.stalled and seq.fed < seq.length]
         candidates = [*begun, *self._fitting()]
         lengths = [seq.length - seq.fed for seq in candidates]
@@ -153,7 +153,7 @@ class Scheduler:
             if seq.scores:  # its logits must fit into memory, too
                 most = min(most, max(MIN_PROMPT_TOKENS, seq.scores.most_tokens) - scored)
             if room is not None and seq.recording:
-                first = not pieces
+                first = not chunks
                 fits = seq.recording.bearable(seq.fed, most, min(MIN_PROMPT_TOKENS, most) if first else 0, room)
                 most = min(most, fits if first or seq.recording.size(seq.fed, 1) <= room else 0)
             count = min(seq.length - seq.fed, most)
@@ -165,10 +165,10 @@ class Scheduler:
             scored += count if seq.scores else 0
             if room is not None and seq.recording:
                 room = max(0, room - seq.recording.size(seq.fed, count))
-            pieces.append(Piece(seq, seq.fed, count))
+            chunks.append(Chunk(seq, seq.fed, count))
             if self._packs:
                 coming.add(self._memory.next_page(seq.kv, seq.token_ids, min(seq.fed + count, seq.unchanged)))
-        return pieces
+        return chunks
 
     def _fitting(self) -> list[Sequence]:
         """Waiting sequences that can be admitted in order of arrival, given the free pages and capture memory."""

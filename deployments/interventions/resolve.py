@@ -13,7 +13,7 @@ import torch
 from deployments.engine.edits import Edit, FeatureChange, Kind, Norms, Report, Tokens
 from deployments.errors import RequestError
 from deployments.interventions.stored_tensors import FetchedTensors
-from deployments.places.place import Point
+from deployments.places.hook_site import Point
 from deployments.places.points import Points
 from deployments.points.capture import Features
 from deployments.points.interventions import Add, Change, ChangeFeature, Clamp, Intervention, ProjectOut, Replace, Scale

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from deployments.places.attention_patterns import showing
-from deployments.places.place import Place
+from deployments.places.hook_site import HookSite
 from deployments.places.watching import attention_weights, first_tensor, with_first
 
-Visit = Callable[[Place, Any], torch.Tensor | None]  # returns the replacement of the value, or None
-Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> spans of the forward pass, in ascending order
+Visit = Callable[[HookSite, Any], torch.Tensor | None]  # returns the replacement of the value, or None
+Readers = Mapping[
+    HookSite, Sequence[int]
+]  # place of attention patterns -> spans of the forward pass, in ascending order
 
 
 class Hooks:
@@ -24,12 +26,12 @@ class Hooks:
 
     def __init__(self, hf: torch.nn.Module) -> None:
         self._hf = hf
-        self._places: frozenset[Place] = frozenset()
+        self._places: frozenset[HookSite] = frozenset()
         self._handles: list[Any] = []
         self._visit: Visit | None = None
         self._readers: Readers = {}
 
-    def visit(self, places: Sequence[Place], visit: Visit, forward: Callable[[], Any], readers: Readers) -> Any:
+    def visit(self, places: Sequence[HookSite], visit: Visit, forward: Callable[[], Any], readers: Readers) -> Any:
         """Run a forward pass, and read and change values in it.
 
         Args:
@@ -51,7 +53,7 @@ class Hooks:
         """Remove the hooks when no request records or edits."""
         self._stand_at(frozenset())
 
-    def _stand_at(self, places: frozenset[Place]) -> None:
+    def _stand_at(self, places: frozenset[HookSite]) -> None:
         if places == self._places:
             return
         for handle in self._handles:
@@ -60,7 +62,7 @@ class Hooks:
         self._handles = [handle for place in sorted(places, key=lambda one: one.order) for handle in self._hooks(place)]
         self._places = places
 
-    def _hooks(self, place: Place) -> list[Any]:
+    def _hooks(self, place: HookSite) -> list[Any]:
         module = self._hf.get_submodule(place.module)
         if place.stream:
             return self._stream_hooks(place, self._hf.get_submodule(place.stream), module)
@@ -88,7 +90,7 @@ class Hooks:
             return [module.register_forward_pre_hook(before, with_kwargs=True)]
         return [module.register_forward_hook(after)]
 
-    def _stream_hooks(self, place: Place, layer: torch.nn.Module, branch: torch.nn.Module) -> list[Any]:
+    def _stream_hooks(self, place: HookSite, layer: torch.nn.Module, branch: torch.nn.Module) -> list[Any]:
         """Hooks for the sum of a layer's input and a branch's output; a change of the sum is applied to the output."""
         inputs: list[torch.Tensor] = []
 
@@ -106,7 +108,7 @@ class Hooks:
 
         return [layer.register_forward_pre_hook(before, with_kwargs=True), branch.register_forward_hook(after)]
 
-    def _see(self, place: Place, value: Any) -> Any:
+    def _see(self, place: HookSite, value: Any) -> Any:
         """The replacement of the value in its original form; None to keep it."""
         if self._visit is None or (tensor := first_tensor(value)) is None:
             return None

@@ -129,7 +129,7 @@ class _Layer(NamedTuple):
 class PagedCache(Cache):
     """The KV memory of all sequences: pages at fixed addresses, which sequences refer to by number.
 
-    On a CPU, the system allocates a page's memory when it is first written to, in pieces of 2 MiB if it can.
+    On a CPU, the system allocates a page's memory when it is first written to, in chunks of 2 MiB if it can.
     """
 
     def __init__(self, pages: int = 1, like: PagedCache | None = None) -> None:

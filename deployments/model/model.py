@@ -22,7 +22,7 @@ from deployments.model.switch import Switch
 from deployments.model.tables import Tables, uploaded
 from deployments.model.unembedding import Unembedding
 from deployments.model.weights import SharedWeights
-from deployments.places.place import Place
+from deployments.places.hook_site import HookSite
 from deployments.places.points import Points
 
 NO_READERS: Readers = MappingProxyType({})
@@ -131,7 +131,7 @@ class Model:
         spans: Sequence[TokenSpan],
         wanted: Sequence[int],
         cache: PagedCache,
-        places: Sequence[Place] = (),
+        places: Sequence[HookSite] = (),
         visit: Visit | None = None,
         every_logit: bool = False,
         readers: Readers = NO_READERS,
@@ -177,7 +177,7 @@ class Model:
         return logits[0, rows] if every_logit else logits[0]
 
     def _visited(
-        self, inputs: dict[str, Any], places: Sequence[Place], visit: Visit | None, readers: Readers
+        self, inputs: dict[str, Any], places: Sequence[HookSite], visit: Visit | None, readers: Readers
     ) -> torch.Tensor:
         """One forward pass of the Hugging Face module, [1, rows or wanted, vocabulary]."""
         call = functools.partial(self.hf, **inputs, use_cache=True)
@@ -186,7 +186,7 @@ class Model:
             return call().logits  # type: ignore[no-any-return]
         assert visit is not None
 
-        def shaped(place: Place, value: Any) -> torch.Tensor | None:
+        def shaped(place: HookSite, value: Any) -> torch.Tensor | None:
             if place.grows:
                 return visit(place, [patterns.transpose(0, 1) for patterns in value])
             new = visit(place, value.view(-1, *place.shape))

@@ -74,7 +74,7 @@ def _failure(model: Model) -> str | None:
     prompts = [[(7 * i + 3 * n) % model.vocabulary for i in range(n)] for n in PROBE_LENGTHS]
     alone = [_alone(model, prompt) for prompt in prompts]
     try:
-        together = _together(model, prompts) if model.packs else [_in_pieces(model, prompt) for prompt in prompts]
+        together = _together(model, prompts) if model.packs else [_in_chunks(model, prompt) for prompt in prompts]
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
         if is_out_of_memory(error) or is_broken(error):
             raise
@@ -92,7 +92,7 @@ def _alone(model: Model, prompt: list[int]) -> torch.Tensor:
 
 
 def _together(model: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """[vocabulary] the same of each, after one forward pass of some pieces and one of the rest and single tokens."""
+    """[vocabulary] the same of each, after one forward pass of some chunks and one of the rest and single tokens."""
     cache = PagedCache(len(prompts))
     held = [SequenceKv([number]) for number in range(len(prompts))]
     assert max(map(len, prompts)) <= PAGE
@@ -105,8 +105,8 @@ def _together(model: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
     return list(model.forward(ids, rest, ends.tolist(), cache))
 
 
-def _in_pieces(model: Model, prompt: list[int]) -> torch.Tensor:
-    """[vocabulary] the same of one prompt in three pieces, the last of which is a single token."""
+def _in_chunks(model: Model, prompt: list[int]) -> torch.Tensor:
+    """[vocabulary] the same of one prompt in three chunks, the last of which is a single token."""
     kv, cuts = SequenceKv(), (0, 2, len(prompt) - 1, len(prompt))
     for start, stop in zip(cuts, cuts[1:], strict=False):
         logits = model.forward(

@@ -24,7 +24,7 @@ from deployments.places.architectures import (
     find_layers,
     head_shape,
 )
-from deployments.places.place import Place, Point
+from deployments.places.hook_site import HookSite, Point
 from deployments.places.watching import by_tokens, drop_wrong_patterns, follows_tokens, place_of, watch
 from deployments.points.capture import LAYERNORM_SITES, Capture
 from deployments.points.names import COLUMNS, canonical, hooks_like
@@ -37,7 +37,7 @@ MAX_POINTS = 4096
 class Points:
     """All capture points of one model, and their names."""
 
-    def __init__(self, model: Any, places: Iterable[Place], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:
+    def __init__(self, model: Any, places: Iterable[HookSite], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:
         """Name a model's places; `seen`, (module path, side) -> value of one forward pass, checks the norms' names."""
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
@@ -80,7 +80,7 @@ class Points:
 
     def __iter__(self) -> Iterator[Point]:
         """One point for each place, under its canonical name if it has one, in the order of execution."""
-        names: dict[Place, str] = {}
+        names: dict[HookSite, str] = {}
         for name in self._canonical_names():
             point = self._lookup(name)
             if point:
@@ -95,7 +95,7 @@ class Points:
                 if point := self._lookup(f"layers.{layer}.{site}"):
                     yield point
 
-    def _find_streams(self, seen: Mapping[tuple[str, Side], torch.Tensor]) -> Iterator[tuple[str, Place]]:
+    def _find_streams(self, seen: Mapping[tuple[str, Side], torch.Tensor]) -> Iterator[tuple[str, HookSite]]:
         """`layers.{i}.resid_mid` of the layers that have it.
 
         It is the sum of the layer's input and the output of attention or a norm after it, and the input of the MLP or

@@ -10,7 +10,7 @@ import torch
 
 from deployments.places.architectures import Side
 from deployments.places.attention_patterns import eagerly, showing
-from deployments.places.place import Place
+from deployments.places.hook_site import HookSite
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
@@ -78,24 +78,24 @@ def drop_wrong_patterns(seen: dict[tuple[str, Side], torch.Tensor], model: Any, 
             del seen[key]
 
 
-def place_of(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> Place | None:
+def place_of(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> HookSite | None:
     """The place of a value in a forward pass of `ids` [batch, tokens]; None if it has no row for each token."""
     if side == "weights":
         shape = value.shape[:1] + value.shape[2:]
         patterns = shape == (*ids.shape, ids.shape[1]) and _are_patterns(value)
-        return Place(path, side, order, "patterns", (value.shape[1],), value.dtype) if patterns else None
+        return HookSite(path, side, order, "patterns", (value.shape[1],), value.dtype) if patterns else None
     if value.ndim < 2:
         return None
     if value.shape[:2] == ids.shape:
         if value.ndim == 2 and not (value == ids.to(value.device)).all():
             return None  # a mask, which has another shape in other forward passes
-        return Place(path, side, order, "batched", tuple(value.shape[2:]) or (1,), value.dtype)
+        return HookSite(path, side, order, "batched", tuple(value.shape[2:]) or (1,), value.dtype)
     if value.shape[0] == ids.numel():
-        return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
+        return HookSite(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
     return None
 
 
-def by_tokens(place: Place, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def by_tokens(place: HookSite, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """A place's value in a forward pass of `ids` [batch, tokens], as [batch, tokens, ...]."""
     return value.transpose(1, 2) if place.grows else value.reshape(*ids.shape, *place.shape)
 

@@ -16,7 +16,7 @@ from deployments.points.token_choices import Tokens
 from deployments.readouts.spec import Condition
 
 if TYPE_CHECKING:
-    from deployments.places.place import Place
+    from deployments.places.hook_site import HookSite
     from deployments.readouts.values import Readout
 
 
@@ -30,7 +30,7 @@ class Source(NamedTuple):
     """
 
     readout: Readout
-    place: Place
+    place: HookSite
     name: str
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from deployments.places.place import Place
+from deployments.places.hook_site import HookSite
 from deployments.readouts.gates import Gate, GateValues, decide
 from deployments.readouts.sequence import ResolvedReadout, SequenceReadouts, Values
 from deployments.readouts.values import Readout, Stack, largest
@@ -102,14 +102,14 @@ class ReadoutReader:
         """
         self._stacks = stacks
         self._stops = [(span, span.stop_when) for span in spans if span.stop_when and span.decides]
-        self._consumers: dict[Place, list[_Consumer]] = {}
+        self._consumers: dict[HookSite, list[_Consumer]] = {}
         self._found: list[_Found] = []
         for span in spans:
             for place, consumer in _consumers(span):
                 self._consumers.setdefault(place, []).append(consumer)
         self.places = list(self._consumers)
 
-    def take(self, place: Place, value: torch.Tensor) -> None:
+    def take(self, place: HookSite, value: torch.Tensor) -> None:
         """Read a place's value [..., *row] in its final form."""
         if place in self._consumers:
             self._found += _read(self._consumers[place], value.reshape(-1, math.prod(place.shape)), self._stacks)
@@ -148,7 +148,7 @@ class ReadoutReader:
         return ended
 
 
-def _consumers(span: ReadSpan) -> Iterable[tuple[Place, _Consumer]]:
+def _consumers(span: ReadSpan) -> Iterable[tuple[HookSite, _Consumer]]:
     stop = span.start + span.count
     readouts = span.readouts
     for index, one in enumerate(readouts.asked if readouts else ()):

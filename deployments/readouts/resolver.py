@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from deployments.errors import RequestError
-from deployments.places.place import Point
+from deployments.places.hook_site import Point
 from deployments.places.points import Points
 from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve
 from deployments.readouts.gates import Gate, Source

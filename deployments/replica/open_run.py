@@ -29,17 +29,17 @@ logger = logging.getLogger("ray.serve")
 class RunSender(Protocol):
     """The replica's interface to the store."""
 
-    async def append(self, run: OpenRun, captured: Captured, part: int) -> None:
+    async def append(self, run: RunWriter, captured: Captured, part: int) -> None:
         """Send rows of an unfinished run."""
 
-    async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
+    async def write(self, run: RunWriter, event: Finished, parts: int) -> StoredRun:
         """Send the last rows; they are durable when this returns."""
 
-    def abandon(self, run: OpenRun) -> None:
+    def abandon(self, run: RunWriter) -> None:
         """Discard the rows sent for a run."""
 
 
-class OpenRun:
+class RunWriter:
     """The run of one choice during recording. Rows are stored in the order in which the engine releases them.
 
     Args:

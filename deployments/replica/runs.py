@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from deployments.activations.facts import RunEnd, RunFacts, SegmentFacts, StoredRun, StoreError
+from deployments.activations.facts import FileInfo, RunEnd, RunInfo, StoredRun, StoreError
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.segments.packing import Packed
 from deployments.chat.token_texts import TextOffsets, TokenTexts
@@ -27,7 +27,7 @@ from deployments.model.model import Model
 from deployments.options import Options
 from deployments.points.capture import MOST_INLINE_VALUES
 from deployments.points.interventions import as_sent
-from deployments.replica.open_run import OpenRun, chosen_tokens, recordable
+from deployments.replica.open_run import RunWriter, chosen_tokens, recordable
 from deployments.replica.run_calls import RunCalls
 
 PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
@@ -120,11 +120,11 @@ class Runs:
             message = f"the activations cannot be stored now: {reason}"
             raise RequestError(message, "capture.required", "store_unavailable", 503) from error
 
-    def open(self, job: Job, request: Request, index: int) -> OpenRun:
+    def open(self, job: Job, request: Request, index: int) -> RunWriter:
         """Open the run of a job's choice; it takes rows as they arrive."""
-        return OpenRun(self, job, request, index, TextOffsets(self._token_texts))
+        return RunWriter(self, job, request, index, TextOffsets(self._token_texts))
 
-    async def append(self, run: OpenRun, captured: Captured, part: int) -> None:
+    async def append(self, run: RunWriter, captured: Captured, part: int) -> None:
         """Send rows of an unfinished run; they no longer need memory here when this returns.
 
         Raises:
@@ -133,7 +133,7 @@ class Runs:
         batch = await self._to_send(run, captured, ())
         await self._store.append.remote(run.job.session, run.id, part, [batch], run.most)
 
-    async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
+    async def write(self, run: RunWriter, event: Finished, parts: int) -> StoredRun:
         """Send a run's last rows; they are durable when this returns.
 
         Raises:
@@ -143,21 +143,21 @@ class Runs:
         batches = [await self._to_send(run, event.captured, event.tokens)] if event.captured.positions else []
         return await self._calls.write(RunEnd(self._facts(run, event), batches, parts))
 
-    def abandon(self, run: OpenRun) -> None:
+    def abandon(self, run: RunWriter) -> None:
         """Discard an unfinished run from the store."""
         self._store.abandon.remote(run.job.session, run.id)
 
-    async def _to_send(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
+    async def _to_send(self, run: RunWriter, captured: Captured, generated: Sequence[int]) -> Any:
         """Rows as a record batch, or a reference to one in Ray's object store; made outside the event loop.
 
         Small batches go without a reference: an object costs the replica, Ray and the store 3 ms of processor time.
         """
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured, generated)
 
-    def _lay_out(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
+    def _lay_out(self, run: RunWriter, captured: Captured, generated: Sequence[int]) -> Any:
         job, request = run.job, run.request
         assert job.capture is not None
-        segment = SegmentFacts(
+        segment = FileInfo(
             session_id=job.session_id,
             model=self._options.served_name,
             revision=self._options.revision,
@@ -181,11 +181,11 @@ class Runs:
         packed = Packed(batch)
         return packed if packed.nbytes < INLINE_BYTES else ray.put(packed)
 
-    def _facts(self, run: OpenRun, event: Finished) -> RunFacts:
+    def _facts(self, run: RunWriter, event: Finished) -> RunInfo:
         job, request = run.job, run.request
         assert job.capture is not None
         spoken = json.dumps(run.asked, sort_keys=True, default=list)
-        return RunFacts(
+        return RunInfo(
             run_id=run.id,
             session_id=job.session_id,
             model=self._options.served_name,

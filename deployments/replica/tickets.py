@@ -15,7 +15,7 @@ from deployments.readouts.spec import ReadoutRows
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
     from deployments.chat.prompts import Echo
     from deployments.chat.reader import AnswerParts, AnswerReader
-    from deployments.replica.open_run import OpenRun
+    from deployments.replica.open_run import RunWriter
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class RunningChoice:
     index: int
     request: Request
     reader: AnswerReader | None = None
-    run: OpenRun | None = None
+    run: RunWriter | None = None
     echo: Echo | None = None
     text: str = ""
     reasoning: str = ""

@@ -18,7 +18,7 @@ from evals.config import EvalError
 from evals.labels.table import SPAN, tabled
 
 if TYPE_CHECKING:
-    from deployments.activations.facts import RunFacts
+    from deployments.activations.facts import RunInfo
 
 COLUMNS = {
     **dict.fromkeys(("run_id", "session_id", "sample_id", "problem", "argument"), pa.string()),
@@ -58,7 +58,7 @@ def labelled(path: str | Path, session: str, store: str | Path, model: str | Non
         there = sorted((run for run in stored if model in (None, run.model)), key=lambda run: run.created)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise EvalError(f"--lm-eval {path}: {error}") from error
-    known = defaultdict[str, list["RunFacts"]](list)
+    known = defaultdict[str, list["RunInfo"]](list)
     for run in there:
         if run.messages_hash in labels:
             known[run.messages_hash].append(run)

@@ -18,7 +18,7 @@ from deployments.activations.reader.row_index import RowIndex, index_rows
 from deployments.activations.reader.row_reader import RowReader
 from deployments.activations.reader.selection import by_schema
 from deployments.activations.reader.sources import segments
-from deployments.activations.segments.schema import point_types, segment_facts
+from deployments.activations.segments.schema import file_info, point_types
 from deployments.activations.segments.segments import whole_runs
 from deployments.points.names import recorded
 from evals.config import EvalError, some
@@ -166,7 +166,7 @@ def _points(
 ) -> tuple[str, dict[str, int], int]:
     """The model, the layers of the points that are meant, ascending, and how many runs did not record all of them."""
     groups = by_schema(segments(source, session))
-    facts = [segment_facts(schema) for schema, _ in groups]
+    facts = [file_info(schema) for schema, _ in groups]
     if len(models := sorted({each.model for each in facts})) > 1:
         raise EvalError(f"--session {session}: it has runs of {', '.join(models)}; choose runs of one model")
     modules = {  # attention patterns have no features

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deployments.activations.facts import PointType, RunFacts
+from deployments.activations.facts import PointType, RunInfo
 from deployments.activations.reader.row_index import RowIndex, index_rows
 from deployments.activations.reader.selection import Wanted, by_schema, select
 from deployments.activations.reader.sources import segments
-from deployments.activations.segments.schema import point_types, segment_facts
+from deployments.activations.segments.schema import file_info, point_types
 from deployments.activations.segments.segments import WholeRun
 from deployments.options import home
 from deployments.points.names import recorded
@@ -191,7 +191,7 @@ def _points(files: Sequence[Path], session: str, patterns: Sequence[str]) -> tup
     schemas = by_schema(files)
     models, kinds = Counter[tuple[str, str | None]](), dict[str, Counter[PointType]]()
     for schema, of in schemas:
-        facts = segment_facts(schema)
+        facts = file_info(schema)
         count = sum(1 for _ in select(of, Wanted(session))) if len(schemas) > 1 else 1
         models[facts.model, facts.revision] += count
         for name, kind in point_types(schema).items():
@@ -204,7 +204,7 @@ def _points(files: Sequence[Path], session: str, patterns: Sequence[str]) -> tup
         raise EvalError(
             f"--session {session}: its runs are of several models, {listed}: collect each in a session of its own",
         )
-    layers = max((segment_facts(schema).layers or 0 for schema, _ in schemas), default=0) or None
+    layers = max((file_info(schema).layers or 0 for schema, _ in schemas), default=0) or None
     try:
         names = recorded(patterns, sorted(kinds, key=by_site), layers)
     except ValueError as error:
@@ -255,7 +255,7 @@ def _example(
     )
 
 
-def _rows(choice: TokenColumn, facts: RunFacts, row: RunLabels, positions: np.ndarray) -> tuple[int, int] | None:
+def _rows(choice: TokenColumn, facts: RunInfo, row: RunLabels, positions: np.ndarray) -> tuple[int, int] | None:
     """The stored rows of a choice of tokens, `[first, end)`; None unless all of them are there."""
     if choice.kind == "mean":
         return 0, len(positions)
@@ -271,7 +271,7 @@ def _column(chosen: WholeRun, name: str) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _characters(facts: RunFacts, positions: np.ndarray, offsets: np.ndarray | None, end: int) -> tuple[int, bool]:
+def _characters(facts: RunInfo, positions: np.ndarray, offsets: np.ndarray | None, end: int) -> tuple[int, bool]:
     """Characters of the text up to the end of the token of row `end - 1`, and whether they are without that token's.
 
     A token ends where the next begins. Where the next one's row is not stored, the text ends before the token, since

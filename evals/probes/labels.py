@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from deployments.activations.facts import RunFacts
+from deployments.activations.facts import RunInfo
 from evals.config import EvalError
 from evals.labels import inspect_log
 from evals.labels.table import labelled
@@ -40,7 +40,7 @@ NO_LABELS = RunLabels(None, None, {})
 class Source:
     """Labels, groups and spans by run."""
 
-    of: Callable[[RunFacts], RunLabels | None]  # A run's; None where it is none of the examples
+    of: Callable[[RunInfo], RunLabels | None]  # A run's; None where it is none of the examples
     unused: set[str] = field(default_factory=set)  # names of the rows for which no run was asked yet
 
 
@@ -198,7 +198,7 @@ def _joined(
     if repeated:
         raise EvalError(f"--labels: {repeated} rows repeat the {key} of another row")
 
-    def of(run: RunFacts) -> RunLabels | None:
+    def of(run: RunInfo) -> RunLabels | None:
         name = run.run_id if key == "run_id" else run.sample_id or ""
         unused.discard(name)
         row = found.get(name, missing)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from deployments.activations.facts import RunFacts
+from deployments.activations.facts import RunInfo
 from evals.config import EvalError
 
 _SPAN = re.compile(r"span:(-?\d*):(-?\d*)")
@@ -39,7 +39,7 @@ class TokenColumn(NamedTuple):
             f"--tokens {name!r}: none of prompt_last, generated_last, last, mean, span:NAME, span:FIRST:END"
         )
 
-    def positions(self, run: RunFacts, spans: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
+    def positions(self, run: RunInfo, spans: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
         """The tokens' positions in prompt + generated, `[first, end)`; None where the run has none of them.
 
         Raises:

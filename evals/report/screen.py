@@ -109,13 +109,13 @@ def _several(summary: dict[str, Any]) -> list[str]:
 
 def _reasoning(summary: dict[str, Any]) -> list[str]:
     """How much was thought."""
-    thoughts = [
-        f"{_name(c['mode'], c['variant'])}: {c['reasoning']['samples']} of {c['samples']} samples with thoughts, "
+    lines = [
+        f"{_name(c['mode'], c['variant'])}: {c['reasoning']['samples']} of {c['samples']} samples with reasoning, "
         f"{c['reasoning']['tokens']:,} tokens of them counted"
         for c in unswept(summary).values()
         if c["reasoning"]["samples"]
     ]
-    return ["", *thoughts] if thoughts else []
+    return ["", *lines] if lines else []
 
 
 def _difference(pair: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from evals.config import EvalError
 from evals.results.results import FOLDER, TRANSFER_FILE, write_json
 from evals.server.keys import api_key
 from vitrine.connection.blocking import wait
-from vitrine.connection.transport import Transport, api_root
+from vitrine.connection.transport import MAX_OUTAGE_S, Transport, api_root
 from vitrine.runs.files import Entry
 from vitrine.server_error import RequestFailed
 
@@ -51,7 +51,7 @@ def transfer(directory: Path, base_url: str, session_id: str) -> dict[str, Any]:
 
 
 async def _fetch(base_url: str, session_id: str, there: set[str], folder: Path) -> None:
-    server = Transport(api_root(base_url), api_key(), TIMEOUT_S)
+    server = Transport(api_root(base_url), api_key(), TIMEOUT_S, max_outage=MAX_OUTAGE_S)
     try:
         for piece in _pieces([run for run in await chosen(server, session_id) if run["run_id"] not in there]):
             with TemporaryDirectory(prefix=".piece-", dir=folder.parent) as unfinished:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
@@ -56,7 +56,7 @@ def record(
             offsets = [*range(0, len(prompt), 3), *range(len(prompt), len(prompt + generated), 3)]
             tokens, many = len(offsets), -(-len(prompt) // 3)
             rows = list(range(tokens))[-last if last else 0 :]
-            segment = SegmentFacts(session, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {point: point})
+            segment = FileInfo(session, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {point: point})
             batch = to_batch(
                 segment,
                 run_id=run["run_id"],
@@ -69,7 +69,7 @@ def record(
             )
             tags = {"mode": sample.mode, "variant": sample.variant, "eval": "gsm8k", "turn": str(turn)}
             said = prompt + generated if text else None
-            facts = RunFacts(
+            facts = RunInfo(
                 run["run_id"], session, "fake/model", 1.0, many, tokens, sample_id=sample.id, tags=tags, text=said
             )
             writer.submit(facts, [batch]).result()

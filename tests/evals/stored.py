@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.filters import FilePart, Filter
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
@@ -48,7 +48,7 @@ class Store:
     def record(self, run_id: str, points: Points, session: str = SESSION) -> dict[str, Any]:
         """Stores a run, its last row generated; gives the answer's `activations_meta`."""
         rows = len(next(iter(points.values())))
-        segment = SegmentFacts(session, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
+        segment = FileInfo(session, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
         batch = to_batch(
             segment,
             run_id=run_id,
@@ -58,7 +58,7 @@ class Store:
             prompt_tokens=rows - 1,
             points=points,
         )
-        facts = RunFacts(run_id, session, "fake/model", created=1.0, prompt_tokens=rows - 1, tokens=rows)
+        facts = RunInfo(run_id, session, "fake/model", created=1.0, prompt_tokens=rows - 1, tokens=rows)
         stored = self._writer.submit(facts, [batch]).result()
         places = {name: at._asdict() for name, at in stored.points.items()}
         run = {"index": 0, "run_id": run_id, "tokens": rows, "prompt_tokens": rows - 1, "points": places}

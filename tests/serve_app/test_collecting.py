@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.activations import load, runs
-from deployments.activations.facts import RunFacts
+from deployments.activations.facts import RunInfo
 from deployments.collect import Collected, CollectError, collect
 from deployments.collect.examples import DataError
 from deployments.collect.work import Outcome
@@ -51,7 +51,7 @@ def store(served: Served) -> Iterator[Path]:
         httpx.delete(f"{served.base_url}/activations/session/{session}", timeout=60).raise_for_status()
 
 
-def by_id(session: Path) -> dict[str, RunFacts]:
+def by_id(session: Path) -> dict[str, RunInfo]:
     found = list(runs(session))
     assert len({run.sample_id for run in found}) == len(found), "a run is stored once"
     return {str(run.sample_id): run for run in found}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deployments.activations import load
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import RunFacts, SegmentFacts, SessionName, names_a_session
+from deployments.activations.facts import FileInfo, RunInfo, SessionName, names_a_session
 from deployments.activations.limits import Retention
 from deployments.activations.segments.columns import to_batch
 from deployments.options import Options
@@ -97,10 +97,10 @@ def test_a_pinned_session_says_so_and_is_deleted_neither_by_request_nor_by_age(s
 def aged(served):
     """The values of a session `aged` whose only run was made long before those of all other sessions."""
     values = torch.randn(64, 8)
-    segment = SegmentFacts("aged", "m", None, "Qwen3ForCausalLM", {}, {"p": "p"})
+    segment = FileInfo("aged", "m", None, "Qwen3ForCausalLM", {}, {"p": "p"})
     given = {"run_id": "old", "sample_id": None, "positions": range(64), "token_ids": range(64)}
     batch = to_batch(segment, **given, prompt_tokens=1, points={"p": values})
-    facts = RunFacts("old", "aged", "m", created=-1000.0, prompt_tokens=1, tokens=64)
+    facts = RunInfo("old", "aged", "m", created=-1000.0, prompt_tokens=1, tokens=64)
     ray.get(connect(str(served.home / "activations")).write.remote(facts, [ray.put(batch)]))
     return values
 

@@ -16,7 +16,7 @@ import ray
 import torch
 
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.segments.columns import to_batch
 from deployments.client_code.board import connect as board
 from deployments.client_code.job import Update
@@ -32,11 +32,11 @@ SESSION, POINT = "stalled", "layers.1.output"
 def large(served):
     """The path of a file of 320 MiB."""
     store = connect(str(served.home / "activations"))
-    segment = SegmentFacts(SESSION, "m", None, "Qwen3ForCausalLM", {}, {POINT: POINT})
+    segment = FileInfo(SESSION, "m", None, "Qwen3ForCausalLM", {}, {POINT: POINT})
     for run in (f"r{i}" for i in range(40)):
         given = {"run_id": run, "sample_id": None, "positions": range(1024), "token_ids": range(1024)}
         batch = to_batch(segment, **given, prompt_tokens=1, points={POINT: torch.ones(1024, 2048)})
-        facts = RunFacts(run, SESSION, "m", created=1.0, prompt_tokens=1, tokens=1024)
+        facts = RunInfo(run, SESSION, "m", created=1.0, prompt_tokens=1, tokens=1024)
         ray.get(store.write.remote(facts, [ray.put(batch)]))
     [file] = httpx.get(f"{served.base_url}/activations/session/{SESSION}", timeout=60).json()["files"]
     yield f"/v1/activations/session/{SESSION}/files/{file['name']}"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from deployments.accounts import Account
-from deployments.activations.facts import Entry, PointType, RunFacts, RunName, SessionName
+from deployments.activations.facts import PointType, RunInfo, RunName, RunRecord, SessionName
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.index.rows import tag_line
 from deployments.errors import RequestError
@@ -119,12 +119,12 @@ class Queries(ABC):
             yield from ((SessionName(owner or None, id), last) for id, owner, last in found)
             id, owner, last = found[-1]
 
-    def find(self, run_id: str, owner: str | None = None) -> Entry | None:
+    def find(self, run_id: str, owner: str | None = None) -> RunRecord | None:
         """A run by its id; of the sessions of one `owner` (empty: of none), where given; None if there is none."""
         found = self._entries(Filter(runs=(run_id,), owner=owner), "LIMIT 1")
         return found[0] if found else None
 
-    def entries(self, runs: Collection[str] | None = None) -> list[Entry]:
+    def entries(self, runs: Collection[str] | None = None) -> list[RunRecord]:
         """All runs, or those of `runs` that there are, the oldest first."""
         of = Filter(runs=None if runs is None else tuple(runs))
         return self._entries(of, "ORDER BY runs.created, runs.run_id")
@@ -195,11 +195,11 @@ class Queries(ABC):
         ]
         return {**found[0], "runs": runs, "files": files}
 
-    def _entries(self, filter: Filter, rest: str) -> list[Entry]:
+    def _entries(self, filter: Filter, rest: str) -> list[RunRecord]:
         where, values = _where(filter)
         return self._of_rows(self.select(f"{_ENTRIES} WHERE {where} {rest}", *values))
 
-    def _of_rows(self, found: Iterable[tuple[Any, ...]]) -> list[Entry]:
+    def _of_rows(self, found: Iterable[tuple[Any, ...]]) -> list[RunRecord]:
         """Runs by what `_ENTRIES` selects; those of one file share its points."""
         points: dict[str, dict[str, PointType]] = {}
         entries = []
@@ -207,11 +207,11 @@ class Queries(ABC):
             if path not in points:
                 kinds = json.loads(said).items()
                 points[path] = {name: PointType(tuple(shape), dtype) for name, (shape, dtype) in kinds}
-            run, uri = RunFacts.of(json.loads(facts)), self.uri_of(path, local)
-            entries.append(Entry(run, path, first_row, rows, size, points[path], offset, uri, bool(archived)))
+            run, uri = RunInfo.of(json.loads(facts)), self.uri_of(path, local)
+            entries.append(RunRecord(run, path, first_row, rows, size, points[path], offset, uri, bool(archived)))
         return entries
 
-    def _run(self, entry: Entry) -> dict[str, Any]:
+    def _run(self, entry: RunRecord) -> dict[str, Any]:
         points = entry.stored().points.items()
         return {
             **{name: getattr(entry.facts, name) for name in _LISTED},

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from deployments.activations.facts import RUN_FACTS, Entry, FileUpdate, SessionName, StoredFile
+from deployments.activations.facts import RUN_FACTS, FileUpdate, RunRecord, SessionName, StoredFile
 from deployments.activations.files.disk import PIN, SessionFile, scan, sessions
 from deployments.activations.index.database import transaction
 from deployments.activations.segments.batches import DamagedError
@@ -54,7 +54,7 @@ def put(database: sqlite3.Connection, update: FileUpdate) -> None:
         database.execute(told, (file.bytes, file.sealed, count, modified_ns, id))
 
 
-def _row(session: SessionName, file: int, entry: Entry) -> tuple[Any, ...]:
+def _row(session: SessionName, file: int, entry: RunRecord) -> tuple[Any, ...]:
     """A run as the table holds it, without what may be a thousand times as long as all else."""
     facts = entry.facts
     tags = "\n".join(["", *(tag_line(name, value) for name, value in facts.tags.items()), ""])
@@ -130,7 +130,7 @@ def _read_pins(database: sqlite3.Connection, root: Path) -> None:
 
 
 def _read(database: sqlite3.Connection, seen: SessionFile, now: int) -> None:
-    entries, sealed = list[Entry](), is_sealed(seen.file)
+    entries, sealed = list[RunRecord](), is_sealed(seen.file)
     settled = seen.modified_ns if seen.modified_ns < now - _TICK_NS else None
     try:
         for run in whole_runs(seen.file):

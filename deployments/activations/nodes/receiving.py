@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from deployments.activations.facts import RunEnd, RunFacts, SessionName, StoredRun, StoreError
+from deployments.activations.facts import RunEnd, RunInfo, SessionName, StoredRun, StoreError
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.writer.writer import Writer
@@ -32,7 +32,7 @@ class RunReceiver:
         await self._admit(session, run_id, found)
         await asyncio.wrap_future(self._writer.append(session, run_id, part, found, most))
 
-    async def write(self, run: RunFacts, batches: list[Any], part: int = 0) -> StoredRun:
+    async def write(self, run: RunInfo, batches: list[Any], part: int = 0) -> StoredRun:
         """Store a run, or the end of one, as `Writer.submit`; durable when it answers."""
         found = await _fetch(run.run_id, batches)
         await self._admit(run.session, run.run_id, found)

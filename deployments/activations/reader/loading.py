@@ -12,11 +12,11 @@ import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.reader.sources import files_of, find, is_run_id, locate, segments
 from deployments.activations.segments.batches import Batch, DamagedError
 from deployments.activations.segments.columns import to_patterns, to_tensor
-from deployments.activations.segments.schema import segment_facts
+from deployments.activations.segments.schema import file_info
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.points.names import COLUMNS, recorded
 from deployments.points.patterns import Patterns
@@ -31,8 +31,8 @@ class Run(Mapping[str, Any]):
     them is allowed and never reaches the file.
     """
 
-    facts: RunFacts
-    segment: SegmentFacts  # what it shares with the other runs of its file
+    facts: RunInfo
+    segment: FileInfo  # what it shares with the other runs of its file
     positions: torch.Tensor  # each row's index in prompt + generated, int32 `[rows]`
     token_ids: torch.Tensor  # int32 `[rows]`
     text_offsets: torch.Tensor | None  # characters of prompt + generated text before each token, int32 `[rows]`
@@ -83,7 +83,7 @@ def load(
         some = ", ".join(islice((run.facts.run_id for run in _matching(source)), 5))
         held, wanted = os.fspath(source).partition("?")[0], "one run" if run_id is None else f"run {run_id!r}"
         raise ValueError(f"{held} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
-    segment = segment_facts(found.batches[0].schema)
+    segment = file_info(found.batches[0].schema)
     try:
         names = list(found.types) if points is None else recorded(points, found.types, segment.layers)
     except ValueError as error:
@@ -116,7 +116,7 @@ def column_of(batches: Iterable[pa.RecordBatch | Batch], name: str) -> torch.Ten
     return _join([from_dlpack(batch[name]) for batch in batches if batch.num_rows])
 
 
-def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
+def runs(source: str | os.PathLike[str]) -> list[RunInfo]:
     """The whole runs of a file or directory (as for `load`), in the order of their requests and of their choices."""
     found = (run.facts for path in segments(source) for run in whole_runs(path))
     return sorted(found, key=lambda facts: facts.created)

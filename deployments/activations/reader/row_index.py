@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations.facts import RunFacts
+from deployments.activations.facts import RunInfo
 from deployments.activations.reader.selection import Wanted, select
 from deployments.activations.reader.sources import chosen
 from deployments.activations.reader.stored_rows import positions_of
@@ -48,7 +48,7 @@ class RowIndex:
     """
 
     paths: list[Path]
-    runs: list[RunFacts]  # their interventions and texts, which may be large, are left to the files
+    runs: list[RunInfo]  # their interventions and texts, which may be large, are left to the files
     columns: dict[str, Column]  # `position`, `token_id`, and each point by its name
     file: np.ndarray  # each block's, an index of `paths`, `[blocks]`
     run: np.ndarray  # each block's, an index of `runs`, `[blocks]`
@@ -90,7 +90,7 @@ def index_rows(
     choice = check(tokens)
     files, wanted = chosen(source, session, runs)
     names, recorded, columns = list(dict.fromkeys(points)), set[str](), dict[str, Column]()
-    paths, found, blocks = list[Path](), list[RunFacts](), list[_Block]()
+    paths, found, blocks = list[Path](), list[RunInfo](), list[_Block]()
     for path, of_file in groupby(select(files, wanted), key=lambda run: run.path):
         first = next(of_file)  # all runs of a file have the same points
         recorded |= set(first.types)

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from deployments.activations.facts import PointType
 from deployments.activations.segments.batches import batches_of
-from deployments.activations.segments.schema import point_types, segment_facts
+from deployments.activations.segments.schema import file_info, point_types
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
 from deployments.points.names import matching, nearest, some
@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
         types = point_types(schema)
         if self.points is None:
             return types
-        layers = segment_facts(schema).layers
+        layers = file_info(schema).layers
         try:
             chosen = {name for pattern in self.points for name in matching(pattern, types, layers)}
         except ValueError as error:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from deployments.activations.facts import Entry, check_session_id, names_a_session
+from deployments.activations.facts import RunRecord, check_session_id, names_a_session
 from deployments.activations.files.buckets import Bucket, bucket
 from deployments.activations.index.index import Index
 from deployments.activations.reader.pulling import PullError, fetch
@@ -187,9 +187,9 @@ def _stores(folder: Path) -> Iterator[tuple[Index, str]]:
         below = f"{root.name}/{below}"
 
 
-def _indexed(source: AnySource, runs: Collection[str]) -> list[tuple[SourceFile, Entry]]:
+def _indexed(source: AnySource, runs: Collection[str]) -> list[tuple[SourceFile, RunRecord]]:
     """Those of some runs that a store's index knows below a directory, with their files."""
-    found = list[tuple[SourceFile, Entry]]()
+    found = list[tuple[SourceFile, RunRecord]]()
     if _is_remote(text := os.fspath(source)):
         return found
     for index, below in _stores(_path_of(text)):

@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from deployments.activations.facts import Entry
+from deployments.activations.facts import RunRecord
 from deployments.activations.reader.loading import column_of
 from deployments.activations.segments.batches import DamagedError
 from deployments.activations.segments.columns import DTYPES, to_tensor
-from deployments.activations.segments.schema import segment_facts
+from deployments.activations.segments.schema import file_info
 from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
 from deployments.points.names import some
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
 
 
-def read_rows(path: Path, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
+def read_rows(path: Path, entry: RunRecord, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
     """Rows of a stored run, bit for bit: a safetensors file whose tensor `i` is [tokens, ...] of the i-th point.
 
     Each point comes as the names that it may have been recorded by, the likeliest first, or the module's path with its
@@ -30,7 +30,7 @@ def read_rows(path: Path, entry: Entry, points: Sequence[Sequence[str]], tokens:
     run = next(whole_runs(path, entry.offset), None)
     if run is None or run.facts.run_id != entry.facts.run_id:
         raise DamagedError(f"{path}: the run {entry.facts.run_id} cannot be read there")
-    types, modules = run.types, segment_facts(run.batches[0].schema).modules
+    types, modules = run.types, file_info(run.batches[0].schema).modules
     names = [_recorded(point, list(types), modules) for point in points]
     index = _index(run, tokens)
     if pattern := next((name for name in names if None in types[name].shape), None):

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from deployments.activations.facts import RunFacts
+from deployments.activations.facts import RunInfo
 from deployments.activations.reader.row_index import Chosen, index_rows
 from deployments.activations.reader.row_reader import RowBatch, RowReader
 
@@ -66,7 +66,7 @@ class ActivationRows(IterableDataset[RowBatch]):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
-    def runs(self) -> list[RunFacts]:
+    def runs(self) -> list[RunInfo]:
         """What the runs are that `RowBatch.run` counts."""
         return self._index.runs
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.facts import PointType, SegmentFacts
+from deployments.activations.facts import FileInfo, PointType
 from deployments.activations.segments.schema import FORMAT, METADATA_KEY, PHASE_WORDS
 from deployments.points.names import COLUMNS, dtype_name
 from deployments.points.patterns import Patterns
@@ -28,7 +28,7 @@ DTYPES = {dtype_name(dtype): dtype for dtype in _ARROW_TYPES}  # by what a file'
 
 
 def to_batch(
-    segment: SegmentFacts,
+    segment: FileInfo,
     *,
     run_id: str,
     sample_id: str | None,

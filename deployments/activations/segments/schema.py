@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from deployments.activations.facts import PointType, RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, PointType, RunInfo
 from deployments.points.names import COLUMNS
 
 FORMAT = 4
@@ -30,19 +30,19 @@ PHASE_WORDS = pa.Array.from_buffers(
 )
 
 
-class BatchFacts(NamedTuple):
+class BatchInfo(NamedTuple):
     """What a record batch's own metadata says; `run` and `batches` on the run's last batch alone."""
 
     run_id: str
     number: int  # which of the run's batches it is, from 0
-    run: RunFacts | None
+    run: RunInfo | None
     batches: int | None  # how many the run has
 
 
-def segment_facts(schema: pa.Schema) -> SegmentFacts:
+def file_info(schema: pa.Schema) -> FileInfo:
     """What the runs of a file with this schema share; ValueError if `to_batch` did not make it."""
     facts = _said(schema)
-    return SegmentFacts(**{item.name: facts[item.name] for item in fields(SegmentFacts) if item.name in facts})
+    return FileInfo(**{item.name: facts[item.name] for item in fields(FileInfo) if item.name in facts})
 
 
 def point_types(schema: pa.Schema) -> dict[str, PointType]:
@@ -82,7 +82,7 @@ def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     return free_batch(pa.record_batch([pa.array([], field.type) for field in schema], schema=schema))
 
 
-def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = None) -> list[dict[str, str]]:
+def batch_metadata(run_id: str, first: int, count: int, run: RunInfo | None = None) -> list[dict[str, str]]:
     """The metadata of a run's batches `first` to `first + count`; `run` if the last of them is its last."""
     metadata = [{"run_id": run_id, "batch": str(number)} for number in range(first, first + count)]
     if run:
@@ -90,13 +90,13 @@ def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = N
     return metadata
 
 
-def batch_facts(metadata: Mapping[bytes, bytes] | None) -> BatchFacts:
+def batch_info(metadata: Mapping[bytes, bytes] | None) -> BatchInfo:
     """The inverse of `batch_metadata`, ValueError if it is another's."""
     try:
         metadata = metadata or {}
         run_id, number = metadata[b"run_id"].decode(), int(metadata[b"batch"])
         if b"run" not in metadata:
-            return BatchFacts(run_id, number, None, None)
-        return BatchFacts(run_id, number, RunFacts.of(json.loads(metadata[b"run"])), int(metadata[b"batches"]))
+            return BatchInfo(run_id, number, None, None)
+        return BatchInfo(run_id, number, RunInfo.of(json.loads(metadata[b"run"])), int(metadata[b"batches"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("Not a Vitrine activation batch: its metadata names no run") from error

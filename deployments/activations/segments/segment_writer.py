@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from deployments.activations.facts import Entry, RunFacts, SessionName, StoredFile
+from deployments.activations.facts import RunInfo, RunRecord, SessionName, StoredFile
 from deployments.activations.files.disk import NEW, create, directory
 from deployments.activations.segments.batches import Batch, DamagedError
 from deployments.activations.segments.checksums import KEY, checksum, of_content
@@ -59,12 +59,12 @@ class Segment:
         """
         self._write(batches, batch_metadata(run_id, self._batches, len(batches)), sums)
 
-    def finish(self, run: RunFacts, batches: Batches, sums: Sequence[str] = ()) -> Entry:
+    def finish(self, run: RunInfo, batches: Batches, sums: Sequence[str] = ()) -> RunRecord:
         """Write the last batches, if any, of the last run; not durable before `sync`. Raises as `append`."""
         batches = batches or [empty_batch(self.schema)]  # the facts need a batch to stand on
         self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run), sums)
         size = self.size - self.length
-        entry = Entry(run, self.path, self.rows, self._new_rows, size, self._points, self.length, self._uri)
+        entry = RunRecord(run, self.path, self.rows, self._new_rows, size, self._points, self.length, self._uri)
         self.rows += self._new_rows
         self.length = self.size
         self._batches = self._new_rows = 0

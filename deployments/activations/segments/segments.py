@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.facts import Entry, PointType, RunFacts
+from deployments.activations.facts import PointType, RunInfo, RunRecord
 from deployments.activations.segments.batches import Batch, DamagedError, batches_of
 from deployments.activations.segments.checksums import is_intact
-from deployments.activations.segments.schema import batch_facts, point_types
+from deployments.activations.segments.schema import batch_info, point_types
 
 
 class WholeRun(NamedTuple):
     """A run all of whose batches are in a file."""
 
-    facts: RunFacts
+    facts: RunInfo
     first_row: int  # the number of its first row in the file
     bytes: int  # its size there; that of the first run includes the schema
     batches: list[Batch]  # in order; the last one, which says what the run is, may have no rows
@@ -31,9 +31,9 @@ class WholeRun(NamedTuple):
         """Captured tokens."""
         return sum(batch.num_rows for batch in self.batches)
 
-    def entry(self, path: str, uri: str = "") -> Entry:
+    def entry(self, path: str, uri: str = "") -> RunRecord:
         """The same as an index lists it, with the path of its file below the store's directory, and its URI."""
-        return Entry(self.facts, path, self.first_row, self.rows, self.bytes, self.types, self.offset, uri)
+        return RunRecord(self.facts, path, self.first_row, self.rows, self.bytes, self.types, self.offset, uri)
 
     def damage(self) -> list[str]:
         """Read all values, and name the batches that are not as they were written; DamagedError as by `select`."""
@@ -54,7 +54,7 @@ def whole_runs(path: str | os.PathLike[str], offset: int = 0) -> Iterator[WholeR
     batches, types = list[Batch](), None  # all runs of a file have the same points
     for batch in batches_of(path, offset):
         try:
-            facts = batch_facts(batch.metadata)
+            facts = batch_info(batch.metadata)
         except ValueError:
             return  # another program's: nothing after it counts
         if facts.number == 0:

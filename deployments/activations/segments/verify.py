@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from deployments.activations.segments.batches import DamagedError, batches_of
 from deployments.activations.segments.checksums import is_intact
-from deployments.activations.segments.schema import batch_facts
+from deployments.activations.segments.schema import batch_info
 from deployments.activations.segments.segment_writer import rewrite
 from deployments.activations.segments.segments import listed_batches, whole_runs
 
@@ -80,7 +80,7 @@ def _look_through(found: Verified, path: Path) -> None:
     rows = found.unfinished  # of every run at first
     try:
         for batch in batches_of(path):
-            end, facts, count = batch.end, batch_facts(batch.metadata), batch.num_rows
+            end, facts, count = batch.end, batch_info(batch.metadata), batch.num_rows
             if not is_intact(batch.select(), batch.metadata):
                 changed.setdefault(facts.run_id, []).append(str(facts.number))
             rows[facts.run_id] = rows.get(facts.run_id, 0) + count

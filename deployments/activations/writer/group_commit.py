@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from deployments.activations.facts import Entry, FileUpdate, RunName, StoredRun, explain
+from deployments.activations.facts import FileUpdate, RunName, RunRecord, StoredRun, explain
 from deployments.activations.files.disk import directory
 from deployments.activations.segments.segment_writer import Segment
 
 _SYNCS = 8  # files that are synced at a time: disks merge requests, and network file systems have latency
 
 Report = Callable[[Sequence[FileUpdate]], Collection[str]]  # gives the paths of files that are gone
-_Group = dict[Segment, list[tuple[Future[StoredRun], Entry]]]
+_Group = dict[Segment, list[tuple[Future[StoredRun], RunRecord]]]
 
 
 class Commits:
@@ -50,7 +50,7 @@ class Commits:
         """The files that must stay open."""
         return {*self._written, *self._group}
 
-    def add(self, segment: Segment, entry: Entry | None = None) -> Future[StoredRun]:
+    def add(self, segment: Segment, entry: RunRecord | None = None) -> Future[StoredRun]:
         """A run, or more of one, is written: the next group syncs the file, and answers for a whole run."""
         answer, waiting = Future[StoredRun](), self._written.setdefault(segment, [])
         if entry:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from deployments.activations.facts import (
-    RunFacts,
+    RunInfo,
     RunName,
     SessionName,
     StoredRun,
@@ -22,7 +22,7 @@ from deployments.activations.facts import (
     explain,
 )
 from deployments.activations.index.index import Index
-from deployments.activations.segments.schema import segment_facts
+from deployments.activations.segments.schema import file_info
 from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.writer.group_commit import Commits
 from deployments.activations.writer.pool import Pool
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
     name: RunName
     part: int
     batches: list[pa.RecordBatch]
-    run: RunFacts | None
+    run: RunInfo | None
     sums: Sequence[str]
     most: int = 0
 
@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
         check_name(self.name.session)
         for schema in (batch.schema for batch in self.batches[:1]):
             try:
-                segment = segment_facts(schema)
+                segment = file_info(schema)
             except ValueError as error:
                 raise StoreError(str(error)) from error
             if segment.session_id != self.name.session.id or (self.run and self.run.model != segment.model):
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass
-class OpenRun:
+class RunWriter:
     """A run that is not finished; `touched` is when its last chunk came, in the monotonic clock's seconds."""
 
     segment: Segment
@@ -75,7 +75,7 @@ class OpenRuns:
     def __init__(self, root: Path, index: Index | None, pool: Pool, commits: Commits, lease_s: float) -> None:
         self._root, self._index, self._pool, self._commits, self._lease_s = root, index, pool, commits, lease_s
         self.retainer = Retainer(root, index, pool, self.busy) if index else None
-        self._open: OrderedDict[RunName, OpenRun] = OrderedDict()  # the longest without a chunk first
+        self._open: OrderedDict[RunName, RunWriter] = OrderedDict()  # the longest without a chunk first
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
 
     @property
@@ -97,7 +97,7 @@ class OpenRuns:
                 left = chunk.most - (before.size - before.length if before else 0)
                 self.retainer.make_room(name.session, sum(batch.nbytes for batch in chunk.batches), left)
             if chunk.part == 0:
-                self._open[name] = OpenRun(self._pool.take(name.session, chunk.batches[0].schema))
+                self._open[name] = RunWriter(self._pool.take(name.session, chunk.batches[0].schema))
             run = self._open[name]
             segment, size = run.segment, run.segment.size
             if chunk.run:
@@ -133,7 +133,7 @@ class OpenRuns:
         self._remember(name, reason)
         return run.segment if run else None
 
-    def abandon_those(self, which: Callable[[RunName, OpenRun], bool], reason: str) -> None:
+    def abandon_those(self, which: Callable[[RunName, RunWriter], bool], reason: str) -> None:
         """Abandon the open runs for which `which` is true."""
         for name in [name for name, run in self._open.items() if which(name, run)]:
             self.abandon(name, reason)

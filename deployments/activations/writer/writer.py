@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.facts import FileUpdate, RunFacts, RunName, SessionName, StoredRun, StoreError, explain
+from deployments.activations.facts import FileUpdate, RunInfo, RunName, SessionName, StoredRun, StoreError, explain
 from deployments.activations.index.index import Index
 from deployments.activations.limits import Retention
 from deployments.activations.segments.checksums import of_content
 from deployments.activations.segments.schema import batch_metadata
 from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.writer.group_commit import Commits, Report
-from deployments.activations.writer.open_runs import Chunk, OpenRun, OpenRuns, check_name
+from deployments.activations.writer.open_runs import Chunk, OpenRuns, RunWriter, check_name
 from deployments.activations.writer.pool import Pool
 from deployments.activations.writer.recovery import seal_left
 from deployments.errors import RequestError
@@ -109,7 +109,7 @@ class Writer:
             raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
         return self._put_chunk(Chunk(RunName(session, run_id), part, list(batches), None, (), most))
 
-    def submit(self, run: RunFacts, batches: Batches, part: int = 0) -> Future[StoredRun]:
+    def submit(self, run: RunInfo, batches: Batches, part: int = 0) -> Future[StoredRun]:
         """Queue a whole run, or its end after `part` chunks; answered when it is durable. Raises as `append`."""
         if not batches and not part:
             raise StoreError(f"Run {run.run_id} has no rows: capture at least one token")
@@ -298,7 +298,7 @@ class Writer:
             logger.exception("files without a footer are sealed at the next start")
 
 
-def _is_on(segment: Segment, _: RunName, run: OpenRun) -> bool:
+def _is_on(segment: Segment, _: RunName, run: RunWriter) -> bool:
     return run.segment is segment
 
 

@@ -1,4 +1,4 @@
 """Capture: a ring on the device, and a buffer in host memory for each request.
 
-Rows leave in pieces. Their sizes are known before anything is computed.
+Rows leave in chunks. Their sizes are known before anything is computed.
 """

@@ -14,7 +14,7 @@ from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.pattern_rows import PatternRows
 from deployments.engine.capture.row_sizes import DTYPES, SPARE_ROWS, RowSizes
 from deployments.model.device_memory import is_broken
-from deployments.places.place import Place, Point
+from deployments.places.hook_site import HookSite, Point
 from deployments.points.capture import Capture
 from deployments.points.patterns import Patterns
 from deployments.points.token_choices import resolve
@@ -38,7 +38,7 @@ class CaptureBuffer:
         rows: The number of tokens processed, recorded or not.
         since: The ring's first step whose rows this buffer does not have yet.
         bytes: Host memory of its rows.
-        piece_bytes: The size at which `flush` returns rows; None to keep all rows until the end.
+        chunk_bytes: The size at which `flush` returns rows; None to keep all rows until the end.
         grows: Whether its points include attention patterns.
         reserve: The most bytes it keeps until the end, if it records only the last rows or a few; else 0.
     """
@@ -57,7 +57,7 @@ class CaptureBuffer:
         self.rows = 0
         self.since = 0
         self.bytes = 0
-        self.piece_bytes: int | None = None
+        self.chunk_bytes: int | None = None
         self.grows = any(point.place.grows for point in points)
         self._sizes = RowSizes.bytes(capture, points)
         self._tokens = resolve(capture.tokens, prompt_tokens, "capture.tokens")
@@ -75,7 +75,7 @@ class CaptureBuffer:
         self._buffers: dict[str, torch.Tensor] = {}  # their views: point name -> [capacity, ...features]
         self._filled = 0  # rows in each buffer
         self._patterns = {point.name: PatternRows() for point in points if point.place.grows}
-        self._at: dict[Place, list[Point]] = {}
+        self._at: dict[HookSite, list[Point]] = {}
         for point in points:
             self._at.setdefault(point.place, []).append(point)
 
@@ -108,11 +108,11 @@ class CaptureBuffer:
         """Whether it records no more."""
         return self._failed is not None
 
-    def reads(self, place: Place) -> bool:
+    def reads(self, place: HookSite) -> bool:
         """Whether one of its points is at this place."""
         return place in self._at
 
-    def write(self, place: Place, value: torch.Tensor, first: int) -> None:
+    def write(self, place: HookSite, value: torch.Tensor, first: int) -> None:
         """Copy the requested rows of a place; `keep` makes them count.
 
         Args:
@@ -149,7 +149,7 @@ class CaptureBuffer:
         for stack, found in zip(self._stacks, gathered, strict=True):
             stack[:, self._filled : stop] = found[:, rows]
 
-    def stacked(self, values: Mapping[Place, torch.Tensor]) -> list[torch.Tensor]:
+    def stacked(self, values: Mapping[HookSite, torch.Tensor]) -> list[torch.Tensor]:
         """Rows of its places, also those of other buffers with the same points, as `fill` takes them.
 
         Args:
@@ -180,11 +180,11 @@ class CaptureBuffer:
         held = self._filled * sum(stack[:, :1].nbytes for stack in self._stacks)
         self.bytes = held + sum(patterns.bytes for patterns in self._patterns.values())
 
-    def comes_with(self, came: Container[Place]) -> bool:
+    def comes_with(self, came: Container[HookSite]) -> bool:
         """Whether a forward pass reached all places that are read."""
         return all(place in came for place in self._at)
 
-    def require(self, came: Collection[Place]) -> None:
+    def require(self, came: Collection[HookSite]) -> None:
         """Stop recording if a forward pass did not reach a place that is read."""
         if missed := sorted({point.module for point in self.points if point.place not in came}):
             self.give_up(f"a forward pass did not run {', '.join(missed)}")
@@ -200,7 +200,7 @@ class CaptureBuffer:
         Args:
             start: The position of the first.
             most: The most tokens wanted.
-            least: This many may always run, or fewer if their rows exceed one piece.
+            least: This many may always run, or fewer if their rows exceed one chunk.
             room: Bytes left for rows.
         """
         size = partial(self.size, start)
@@ -220,8 +220,8 @@ class CaptureBuffer:
             self._tokens.tail
             or self._tokens.apart
             or not self.bytes
-            or self.piece_bytes is None
-            or self.bytes < self.piece_bytes
+            or self.chunk_bytes is None
+            or self.bytes < self.chunk_bytes
         ):
             return None
         stop = max(self._next, self._tokens.first) + self._filled
@@ -310,9 +310,9 @@ class CaptureBuffer:
         room = self._stacks[0].shape[1] if self._stacks else 0
         if rows <= room:
             return
-        # A window of decoded rows may arrive when a piece is nearly full.
+        # A window of decoded rows may arrive when a chunk is nearly full.
         token_bytes = self._sizes.of(range(self.rows, self.rows + 1))
-        usual = (self.reserve or (self.piece_bytes or PIECE_BYTES) * 3 // 2) // token_bytes
+        usual = (self.reserve or (self.chunk_bytes or PIECE_BYTES) * 3 // 2) // token_bytes
         most = len(self._tokens.within(self._next, self._stop))
         larger = self._empty(max(rows, min(usual, most), 2 * room))
         for stack, new in zip(self._stacks, larger, strict=bool(self._stacks)):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from deployments.engine.capture.buffer import CaptureBuffer
-from deployments.places.place import Place
+from deployments.places.hook_site import HookSite
 
 
 class PromptRows(NamedTuple):
@@ -53,10 +53,10 @@ class Gathering:
                 rows += [row + position - start for position in wanted]
         self._rows = torch.tensor(rows)
         self._rows_on: dict[torch.device, torch.Tensor] = {}
-        self._values: dict[Place, torch.Tensor] = {}
+        self._values: dict[HookSite, torch.Tensor] = {}
         self._stacked: list[torch.Tensor] = []
 
-    def take(self, place: Place, value: torch.Tensor) -> None:
+    def take(self, place: HookSite, value: torch.Tensor) -> None:
         """Read the rows of a place's value [rows, ...]; the model may overwrite them later."""
         if not self._slices or not self._slices[0][0].reads(place):
             return

@@ -9,7 +9,7 @@ import torch
 
 from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.capture.row_sizes import SPARE_ROWS
-from deployments.places.place import Place
+from deployments.places.hook_site import HookSite
 
 WINDOW_BYTES = 32 << 20  # on a CPU: size of the ring in which decoded rows gather before they are split by request
 GPU_PART = 128  # on a GPU: its memory divided by this is the ring's size; a window costs a copy for each place
@@ -30,7 +30,7 @@ def window_bytes(device: torch.device, budget: int | None) -> int:
     return window if budget is None else min(window, budget // BUDGET_PART)
 
 
-def places_of(recordings: Iterable[CaptureBuffer]) -> list[Place]:
+def places_of(recordings: Iterable[CaptureBuffer]) -> list[HookSite]:
     """The places that these buffers read, in the order of execution."""
     places = {point.place for recording in recordings for point in recording.points}
     return sorted(places, key=lambda place: place.order)
@@ -58,13 +58,13 @@ class CaptureRing:
         """
         self._device = device
         self.window = window
-        self._ring: dict[Place, torch.Tensor] = {}  # [steps, columns, ...]
+        self._ring: dict[HookSite, torch.Tensor] = {}  # [steps, columns, ...]
         self._steps = 0
         self._step = 0
-        self._places: list[Place] = []  # the places that these read, in the order of execution
+        self._places: list[HookSite] = []  # the places that these read, in the order of execution
         self.recordings: list[CaptureBuffer] = []
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[HookSite]:
         """The places that the next forward pass reads."""
         return self._places
 
@@ -108,11 +108,11 @@ class CaptureRing:
             }
             self._steps = steps
 
-    def take(self, place: Place, value: torch.Tensor) -> None:
+    def take(self, place: HookSite, value: torch.Tensor) -> None:
         """Copy a place's rows [columns, ...]; the model may overwrite them later."""
         self._ring[place][self._step, : len(value)] = value
 
-    def take_patterns(self, place: Place, shown: Iterator[torch.Tensor]) -> None:
+    def take_patterns(self, place: HookSite, shown: Iterator[torch.Tensor]) -> None:
         """Copy attention patterns, [1, heads, keys] of each sequence that records them, at once.
 
         The fixed cost of a copy exceeds that of a row's bytes.
@@ -122,7 +122,7 @@ class CaptureRing:
                 with recording.giving_up():
                     recording.write(place, next(shown).cpu(), recording.rows)
 
-    def end(self, came: Collection[Place]) -> None:
+    def end(self, came: Collection[HookSite]) -> None:
         """Close the step of a forward pass that reached these places."""
         self._step += 1
         missed = any(place not in came for place in self._places)
@@ -145,7 +145,7 @@ class CaptureRing:
         self.recordings.pop()
         self._places = places_of(self.recordings)
 
-    def cut(self, recording: CaptureBuffer, host: Mapping[Place, torch.Tensor] | None = None) -> None:
+    def cut(self, recording: CaptureBuffer, host: Mapping[HookSite, torch.Tensor] | None = None) -> None:
         """Copy a buffer's gathered rows to it; without memory for them it stops recording.
 
         Args:

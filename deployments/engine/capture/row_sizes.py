@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.places.place import Point
+from deployments.places.hook_site import Point
 from deployments.points.capture import Capture
 from deployments.points.patterns import keys
 from deployments.points.token_choices import Tokens

@@ -11,7 +11,7 @@ from deployments.engine.decoding.sampling import ranked
 from deployments.engine.request import MOST_LOGPROBS, LayerTokens, LensLayers
 from deployments.errors import RequestError
 from deployments.model.unembedding import Unembedding
-from deployments.places.place import Place
+from deployments.places.hook_site import HookSite
 
 LOGITS_BYTES = 64 << 20  # of float32 logits computed at a time
 
@@ -51,20 +51,20 @@ class LensReader:
 
     def __init__(self, asking: Sequence[LensRow]) -> None:
         self.asking = asking
-        self._of: dict[Place, list[int]] = {}  # place -> indices in `asking`
+        self._of: dict[HookSite, list[int]] = {}  # place -> indices in `asking`
         for turn, one in enumerate(asking):
             for place in _places(one.lens):
                 self._of.setdefault(place, []).append(turn)
         self.places = list(self._of)
         # Most places share the same indices; layers may be on several devices.
         self._index: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
-        self._taken: dict[Place, torch.Tensor] = {}  # [indices, hidden]
+        self._taken: dict[HookSite, torch.Tensor] = {}  # [indices, hidden]
         turns = {(turn, place): i for i, (place, turn) in enumerate(self._turns())}
         self._rows = [[turns[turn, point.place] for point in one.lens.points] for turn, one in enumerate(asking)]
         # For each index whose target is the last layer's top token: the row of that layer.
         self._last = {turn: turns[turn, one.lens.last.place] for turn, one in enumerate(asking) if one.lens.last}
 
-    def _turns(self) -> Iterator[tuple[Place, int]]:
+    def _turns(self) -> Iterator[tuple[HookSite, int]]:
         """The place and index of each copied row."""
         return ((place, turn) for place, turns in self._of.items() for turn in turns)
 
@@ -72,7 +72,7 @@ class LensReader:
         """Clear the last forward pass, which may have failed halfway."""
         self._taken.clear()
 
-    def take(self, place: Place, value: torch.Tensor) -> None:
+    def take(self, place: HookSite, value: torch.Tensor) -> None:
         """Copy the rows with a lens from a value [rows, hidden], if there are any."""
         if place in self._of:
             self._taken[place] = value[self._where(tuple(self._of[place]), value.device)]
@@ -97,7 +97,7 @@ class LensReader:
         return [tuple(found[i] for i in rows) for rows in self._rows]
 
 
-def _places(lens: LensLayers) -> dict[Place, None]:
+def _places(lens: LensLayers) -> dict[HookSite, None]:
     """The places that a lens reads, without repetition."""
     return dict.fromkeys(point.place for point in (*lens.points, lens.last) if point is not None)
 

@@ -1,4 +1,4 @@
-"""Logprobs of a prompt's tokens, computed while the prompt's pieces run."""
+"""Logprobs of a prompt's tokens, computed while the prompt's chunks run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PromptScores:
     def wanted(self, start: int, count: int) -> range:
         """Which of `count` tokens from position `start` on predict a token that has no score yet, counted from 0."""
         first = len(self.logprobs) - start  # position p predicts token p + 1
-        assert first >= 0 or start >= len(self._prompt) - 1, "a piece was run and not scored"
+        assert first >= 0 or start >= len(self._prompt) - 1, "a chunk was run and not scored"
         return range(first, max(first, min(count, len(self._prompt) - 1 - start)))
 
     def read(self, logits: torch.Tensor) -> list[Logprob]:
@@ -95,17 +95,17 @@ class ScoredSpan(NamedTuple):
     rows: range
 
 
-def spans_of(scores: Sequence[PromptScores | None], pieces: Sequence[Span]) -> list[ScoredSpan]:
+def spans_of(scores: Sequence[PromptScores | None], chunks: Sequence[Span]) -> list[ScoredSpan]:
     """The spans that a forward pass has to score.
 
     Args:
-        scores: The scores of each piece's prompt; None if not requested.
-        pieces: The pieces.
+        scores: The scores of each chunk's prompt; None if not requested.
+        chunks: The chunks.
     """
     asked = []
-    for one, piece in zip(scores, pieces, strict=True):
-        if one and (wanted := one.wanted(piece.start, piece.count)):
-            asked.append(ScoredSpan(one, range(piece.row + wanted.start, piece.row + wanted.stop)))
+    for one, chunk in zip(scores, chunks, strict=True):
+        if one and (wanted := one.wanted(chunk.start, chunk.count)):
+            asked.append(ScoredSpan(one, range(chunk.row + wanted.start, chunk.row + wanted.stop)))
     return asked
 
 

@@ -33,7 +33,7 @@ class TextStream:
         self._after = 0  # tokens up to the last marker, or to the last text that was forced out
         self._marked = 0  # characters up to that position
         self._emitted = 0
-        self._pieces: list[str] = []
+        self._chunks: list[str] = []
         self._pending = ""  # decoded and not emitted
         self._settled = 0  # characters in which no stop string can end any more
         self.stopped = False
@@ -99,7 +99,7 @@ class TextStream:
         self._stream = DecodeStream(ids=before, skip_special_tokens=True)
 
     def _append(self, text: str) -> None:
-        self._pieces.append(text)
+        self._chunks.append(text)
         self._pending += text
 
     def _mark(self) -> None:
@@ -117,7 +117,7 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        text, rest = "".join(self._pieces)[self._marked :], self._decode(tokens[self._after :])
+        text, rest = "".join(self._chunks)[self._marked :], self._decode(tokens[self._after :])
         if rest.startswith(text):
             self._pending += rest[len(text) :]
         return self._emit(hold=False)

@@ -20,7 +20,7 @@ from deployments.activations import runs
 from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.actors.store import ActivationStore
 from deployments.activations.archive import uploader
-from deployments.activations.facts import RunFacts, SegmentFacts, SessionName, StoredRun
+from deployments.activations.facts import FileInfo, RunInfo, SessionName, StoredRun
 from deployments.activations.files import buckets
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
@@ -48,7 +48,7 @@ def vitrine_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Made(NamedTuple):
-    facts: RunFacts
+    facts: RunInfo
     batches: list[pa.RecordBatch]
     points: dict[str, torch.Tensor]
 
@@ -64,7 +64,7 @@ def _make(
     """A run whose last row is generated, of small float32 activations unless `points` says otherwise."""
     points = points or {"layers.0.output": torch.randn(3, 4)}
     rows = len(next(iter(points.values())))
-    segment = SegmentFacts(session_id, "model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
+    segment = FileInfo(session_id, "model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
     batches = [
         to_batch(
             segment,
@@ -78,7 +78,7 @@ def _make(
         for index in torch.arange(rows).tensor_split(parts)
     ]
     given = {"created": 1.0, "prompt_tokens": rows - 1, "tokens": rows, **facts}
-    return Made(RunFacts(run_id, session_id, "model", **given), batches, points)
+    return Made(RunInfo(run_id, session_id, "model", **given), batches, points)
 
 
 @pytest.fixture(scope="session")

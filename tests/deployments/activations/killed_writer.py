@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deployments.activations.facts import RunFacts, SegmentFacts, SessionName, StoreError
+from deployments.activations.facts import FileInfo, RunInfo, SessionName, StoreError
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.recovery import recover
@@ -32,19 +32,19 @@ SESSIONS = ("a", "b", "c")
 SCHEMAS = (((3,), "float32"), ((2, 5), "bfloat16"), ((40,), "float64"))
 
 
-def made(session: str, run_id: str) -> tuple[RunFacts, torch.Tensor]:
+def made(session: str, run_id: str) -> tuple[RunInfo, torch.Tensor]:
     """What a run of this name holds: its facts and its rows."""
     random = np.random.default_rng(zlib.crc32(f"{session}/{run_id}".encode()))
     shape, dtype = SCHEMAS[int(random.integers(len(SCHEMAS)))]
     rows = int(random.integers(1, 40))
     values = torch.from_numpy(random.standard_normal((rows, *shape))).to(getattr(torch, dtype))
-    return RunFacts(run_id, session, "model", float(rows), rows, rows, tags={"rows": str(rows)}), values
+    return RunInfo(run_id, session, "model", float(rows), rows, rows, tags={"rows": str(rows)}), values
 
 
 def batches(session: str, run_id: str, most: int) -> list[Any]:
     """The rows of `made` as record batches, `most` of them at most."""
     facts, values = made(session, run_id)
-    segment = SegmentFacts(session, "model", None, "x", {}, {})
+    segment = FileInfo(session, "model", None, "x", {}, {})
     parts = [part.tolist() for part in np.array_split(np.arange(facts.tokens), most)]
     named = {"run_id": run_id, "sample_id": None, "prompt_tokens": facts.tokens}
     return [

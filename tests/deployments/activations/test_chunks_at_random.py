@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from deployments.activations import load, runs
-from deployments.activations.facts import RunFacts, SegmentFacts, SessionName, StoreError
+from deployments.activations.facts import FileInfo, RunInfo, SessionName, StoreError
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.recovery import recover
@@ -26,7 +26,7 @@ SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=2)  # rows of each batc
 
 
 def batch(session, run_id, values, first):
-    segment = SegmentFacts(session, "model", None, "x", {}, {})
+    segment = FileInfo(session, "model", None, "x", {}, {})
     index = range(first, first + len(values))
     return to_batch(
         segment, run_id=run_id, sample_id=None, positions=index, token_ids=index, prompt_tokens=2, points={"p": values}
@@ -78,7 +78,7 @@ class Chunks(RuleBasedStateMachine):
     @rule(name=NAMES, sizes=SIZES, bare=st.booleans())
     def write(self, name, sizes, bare):
         part, rows, batches = self.lay_out(name, [] if bare and self.open.get(name) else sizes)
-        future = self.writers[-1].submit(RunFacts(name[1], name[0], "model", 0.0, 2, 9), batches, part)
+        future = self.writers[-1].submit(RunInfo(name[1], name[0], "model", 0.0, 2, 9), batches, part)
         if self.refused(name):
             with pytest.raises(StoreError, match="abandoned|deleted|stored already"):
                 future.result()

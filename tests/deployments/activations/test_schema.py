@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.activations.facts import RunFacts, SegmentFacts, check_session_id
+from deployments.activations.facts import FileInfo, RunInfo, check_session_id
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.segments.packing import Packed
-from deployments.activations.segments.schema import batch_facts, batch_metadata
+from deployments.activations.segments.schema import batch_info, batch_metadata
 from deployments.points.patterns import Patterns
 
-SEGMENT = SegmentFacts("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})
+SEGMENT = FileInfo("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})
 
 
 def batch(points, positions=(0, 1, 2), **options):
@@ -79,14 +79,14 @@ def test_rows_without_a_position_and_a_token_each_are_refused(positions, tokens)
 
 
 def test_the_metadata_of_batches_reads_back_and_its_last_one_says_what_the_run_is():
-    run = RunFacts("r", "session", "model", 1.0, 2, 3, tags={"k": "\u00e9"})
+    run = RunInfo("r", "session", "model", 1.0, 2, 3, tags={"k": "\u00e9"})
     told = [
-        batch_facts({key.encode(): value.encode() for key, value in one.items()})
+        batch_info({key.encode(): value.encode() for key, value in one.items()})
         for one in (*batch_metadata("r", 0, 2), *batch_metadata("r", 2, 1, run))
     ]
     assert told == [("r", 0, None, None), ("r", 1, None, None), ("r", 2, run, 3)]
     with pytest.raises(ValueError, match="names no run"):
-        batch_facts({b"other": b"x"})
+        batch_info({b"other": b"x"})
 
 
 @given(rows=st.integers(1, 5), first=st.integers(0, 3))
@@ -94,7 +94,7 @@ def test_a_packed_batch_is_unpickled_as_it_was_without_a_copy_of_its_values(rows
     positions, patterns = range(first, first + rows), range(first + 1, first + rows + 1)
     points = {"a": torch.randn(rows, 3).bfloat16(), "b": Patterns(torch.randn(2 * sum(patterns)), 2, positions)}
     batch = to_batch(
-        SegmentFacts("s", "m", None, "A", {}, {}),
+        FileInfo("s", "m", None, "A", {}, {}),
         run_id="r",
         sample_id=None,
         positions=positions,

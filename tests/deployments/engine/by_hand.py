@@ -10,7 +10,7 @@ import torch
 
 from deployments.engine.edits import Edit
 from deployments.model.model import Model, import_nnsight
-from deployments.places.place import Place, Point
+from deployments.places.hook_site import HookSite, Point
 from deployments.points.capture import Capture
 
 Values = dict[str, torch.Tensor]  # point name -> [tokens, ...]
@@ -55,7 +55,7 @@ def by_hand(edit: Edit, rows: torch.Tensor, first: int = 0) -> torch.Tensor:
     return rows
 
 
-def _in_order(edits: Sequence[Edit]) -> dict[Place, list[Edit]]:
+def _in_order(edits: Sequence[Edit]) -> dict[HookSite, list[Edit]]:
     """Edits by their places, these in the order in which a forward reaches them."""
     places = sorted({edit.point.place for edit in edits}, key=lambda place: place.order)
     return {place: [edit for edit in edits if edit.point.place == place] for place in places}
@@ -106,7 +106,7 @@ def _on_cpu(values: Values) -> Values:
     return {name: value.cpu() for name, value in values.items()}
 
 
-def _envoy(model: Model, place: Place) -> Any:
+def _envoy(model: Model, place: HookSite) -> Any:
     found = model.nnsight
     for part in place.module.split("."):
         found = found[int(part)] if part.isdigit() else getattr(found, part)

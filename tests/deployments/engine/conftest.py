@@ -21,7 +21,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Event, Finished, Likeliest, Logprob, PromptLogprobs, Request, Rows
 from deployments.model.model import Model
 from deployments.places.attention_patterns import eagerly
-from deployments.places.place import Point
+from deployments.places.hook_site import Point
 from deployments.points.capture import Capture
 from deployments.points.patterns import Patterns
 from deployments.points.token_choices import Last

@@ -131,7 +131,7 @@ def test_one_position_a_point_reads_its_token_ids(tiny, prompt, capturing):
     assert finished.captured.values["embed.input"].flatten().tolist() == [*request.prompt, *finished.tokens]
 
 
-def test_rows_given_in_pieces_are_whole_again_and_their_memory_is_free_for_the_next(tiny, prompt, capturing):
+def test_rows_given_in_chunks_are_whole_again_and_their_memory_is_free_for_the_next(tiny, prompt, capturing):
     model = tiny("qwen3")
     engine = Engine(model, capture_bytes=16 << 10)  # a request's rows go out by a few
     want = None
@@ -224,7 +224,7 @@ def test_requests_for_last_rows_wait_until_their_rows_have_room(tiny, prompt, ca
 
 
 def test_tokens_by_their_positions_are_recorded_wherever_they_fall(tiny, prompt, capturing, lone_values):
-    """In a piece of the prompt, behind a preemption, among the generated ones, or not at all."""
+    """In a chunk of the prompt, behind a preemption, among the generated ones, or not at all."""
     model, few = tiny("qwen3"), [31, 2, 17, 30, 33, 80]
     requests = [
         capturing(model, str(i), prompt(length, i), 12, points=["layers.*.output"], tokens={"positions": few})

@@ -102,7 +102,7 @@ def test_a_broken_invariant_of_the_engines_own_state_ends_it(tiny, prompt):
 
 
 def test_an_engine_in_which_no_forward_pass_works_ends(tiny, prompt, drain):
-    def run(pieces):
+    def run(chunks):
         raise AssertionError("a page is not there")
 
     engine = Engine(tiny("qwen3"))

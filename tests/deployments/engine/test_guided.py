@@ -143,7 +143,7 @@ def test_greedy_neighbours_of_guided_rows_get_the_tokens_they_get_alone(model, c
         assert same_greedy(model, request.prompt, by_id[request.id].tokens, alone(model, request.prompt, 20))
 
 
-def test_a_guided_row_that_is_preempted_or_run_in_pieces_says_the_same(demo, prompt, drain, endings, monkeypatch):
+def test_a_guided_row_that_is_preempted_or_run_in_chunks_says_the_same(demo, prompt, drain, endings, monkeypatch):
     monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)  # so that they come to want more than there is
     position = KvMemory(demo, 1, kv_bytes=1).position_bytes
     schema = grammar(demo, {"type": "array", "items": PERSON, "minItems": 40})

@@ -109,7 +109,7 @@ def test_every_architectures_lens_is_that_of_a_lone_forward_and_ends_in_its_own_
         asking(model, "short", prompt(2), logprobs=20),
         asking(model, "edited", prompt(9), edits=edits["edited"], logprobs=20),
         asking(model, "edited later", prompt(9, 1), edits=edits["edited later"], logprobs=20),
-        asking(model, "in pieces", prompt(30), logprobs=20, sampling=Sampling(1.2, seed=3, repetition_penalty=1.3)),
+        asking(model, "in chunks", prompt(30), logprobs=20, sampling=Sampling(1.2, seed=3, repetition_penalty=1.3)),
     ]
     recording = capturing(model, "recording", prompt(5), NEW, points=["layers.*.output", "lm_head.output"])
     requests.append(replace(recording, lens=lens_of(model), ignore_eos=True, logprobs=20))
@@ -311,7 +311,7 @@ def test_a_number_of_tokens_beyond_the_limit_is_refused(tiny, prompt, top_k):
 
 
 def test_tokens_of_the_prompt_are_read_as_the_prompt_runs_with_targets_and_their_ranks(tiny, prompt, endings, drain):
-    """In pieces, beside others, and without a token that is generated; a target's rank counts those above it."""
+    """In chunks, beside others, and without a token that is generated; a target's rank counts those above it."""
     model = tiny("qwen3")
     lens = lens_of(model, top_k=0)._replace(targets=(7, 200), generated=False)
     asked = [

@@ -41,7 +41,7 @@ def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, m
         assert list(done[request.id].tokens) == list(want.tokens)
 
 
-def test_a_prompts_next_piece_takes_no_memory_that_a_neighbours_next_token_would(tiny, prompt, monkeypatch, endings):
+def test_a_prompts_next_chunk_takes_no_memory_that_a_neighbours_next_token_would(tiny, prompt, monkeypatch, endings):
     monkeypatch.setattr(sequence_module, "RESERVED_TOKENS", 1)
     model = tiny("qwen3")
     requests = [Request("a", prompt(4), 20, ignore_eos=True), Request("b", prompt(15), 1)]
@@ -49,7 +49,7 @@ def test_a_prompts_next_piece_takes_no_memory_that_a_neighbours_next_token_would
     two_pages = 32 * kv_memory.KvMemory(model, 1, kv_bytes=1).position_bytes
     engine = Engine(model, prefill_tokens=4, kv_bytes=two_pages)
     engine.submit(requests[0])
-    events = [event for _ in range(10) for event in engine.step()]  # 16 of its tokens are in before b's last piece
+    events = [event for _ in range(10) for event in engine.step()]  # 16 of its tokens are in before b's last chunk
     engine.submit(requests[1])
     while len(done := endings(events)) < 2:
         events += engine.step()
@@ -169,7 +169,7 @@ def test_no_memory_for_the_draw_costs_no_request_and_no_row_twice(
         return choose(*args)
 
     monkeypatch.setattr("deployments.engine.engine.choose", short_of_memory_once)
-    engine = Engine(model, prefill_tokens=prefill_tokens)  # some pieces end right before a token that was recorded
+    engine = Engine(model, prefill_tokens=prefill_tokens)  # some chunks end right before a token that was recorded
     for request, tokens, done in zip(requests, want, engine.generate(requests), strict=True):
         assert (done.error, list(done.tokens)) == (None, tokens)
         sequence = [*request.prompt, *tokens]

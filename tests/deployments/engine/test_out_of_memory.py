@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.cpu
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to its address space")
-def test_a_prompt_for_which_one_forward_has_no_memory_is_run_in_smaller_pieces():
+def test_a_prompt_for_which_one_forward_has_no_memory_is_run_in_smaller_chunks():
     requests = [("short", 30, 8), ("long", 4500, 4), ("other", 200, 8)]
     code = CHILD.format(root=str(Path(__file__).parents[3]), requests=requests, limit=110)  # MiB
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -125,7 +125,7 @@ class Served:
         return numbers.steps > before
 
     def _write(self, which: int) -> None:
-        """Say of one piece of rows that it is written."""
+        """Say of one chunk of rows that it is written."""
         if self._unwritten:
             self.engine.written(*self._unwritten.pop(which % len(self._unwritten)))
 
@@ -216,7 +216,7 @@ def test_a_full_house_gets_what_each_gets_alone(serve):
         Submit(5, NEW, "all", lens=1, breaks="1000"),
         Submit(30, NEW, "all", "every", prompt_logprobs=1),
         Submit(1, NEW, "last", logprobs=0),
-        Submit(21, NEW, "all", breaks=0.2, prompt_logprobs=0),  # in its first piece; it is not known before its last
+        Submit(21, NEW, "all", breaks=0.2, prompt_logprobs=0),  # in its first chunk; it is not known before its last
         Submit(9, NEW, None, logprobs=5, prompt_logprobs=5, breaks="8"),
         Submit(2, 1, None, logprobs=1),
         Submit(5, 0, "all", prompt_logprobs=0, lens=3),

@@ -63,7 +63,7 @@ def test_values_and_logprobs_stray_no_further_than_a_plain_forwards(
     points = tuple(model.points)
     assert [point.name for point in points] == [point.name for point in tiny(architecture, **settings).points]
 
-    engine = Engine(model, max_running=3, prefill_tokens=16)  # fewer than there are, and some prompts in pieces
+    engine = Engine(model, max_running=3, prefill_tokens=16)  # fewer than there are, and some prompts in chunks
     for length in LENGTHS:
         request = capturing(model, str(length), prompt(length), NEW, points=[point.name for point in points])
         engine.submit(replace(request, ignore_eos=True, logprobs=0))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.request import Sampling
-from deployments.places.place import Point
+from deployments.places.hook_site import Point
 from tests.deployments.conftest import DEVICE, SERVED
 
 OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace", "replace by rows")

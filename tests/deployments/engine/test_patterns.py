@@ -63,7 +63,7 @@ def test_each_row_is_what_its_token_attends_to_in_a_forward_of_transformers(eage
     prefill_tokens=st.sampled_from([5, 16, 64, 1024]),
     capture_bytes=st.sampled_from([None, 4000, 100_000]),
 )
-def test_lengths_and_pieces_do_not_show(tiny, prompt, capturing, prompts, tokens, mode, prefill_tokens, capture_bytes):
+def test_lengths_and_chunks_do_not_show(tiny, prompt, capturing, prompts, tokens, mode, prefill_tokens, capture_bytes):
     model = tiny("qwen3_windows", attn_implementation="eager")
     points = {"points": EVERY, "tokens": tokens, "mode": mode}
     requests = [

@@ -49,7 +49,7 @@ def head_rows(build, byte_tokenizer):
 
 @pytest.mark.parametrize("prefill_tokens", [1024, 16])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt", "falcon_parallel"])
-def test_a_prompts_logprobs_equal_a_plain_forward_in_company_and_in_pieces(name, prefill_tokens, tiny, prompt, drain):
+def test_a_prompts_logprobs_equal_a_plain_forward_in_company_and_in_chunks(name, prefill_tokens, tiny, prompt, drain):
     model = tiny(name)
     engine = Engine(model, prefill_tokens=prefill_tokens)
     for length in (1, 2, 7, 9, 40):
@@ -73,7 +73,7 @@ def test_a_prompt_is_scored_without_an_answer_or_with_one_told_at_its_end(max_to
 
 
 @torch.inference_mode()
-def test_a_prompt_that_loses_its_pages_between_two_pieces_is_scored_once(tiny, prompt, drain):
+def test_a_prompt_that_loses_its_pages_between_two_chunks_is_scored_once(tiny, prompt, drain):
     model, ids = tiny("qwen3"), prompt(60)
     engine = Engine(model, prefill_tokens=32)
     engine.submit(Request("a", ids, 4, prompt_logprobs=2, ignore_eos=True))

@@ -232,7 +232,7 @@ def test_a_gate_behind_its_point_acts_on_the_next_row(model) -> None:
     )
 
 
-def test_a_gate_opens_after_rows_in_a_row_also_when_the_prompt_comes_in_pieces(model) -> None:
+def test_a_gate_opens_after_rows_in_a_row_also_when_the_prompt_comes_in_chunks(model) -> None:
     prompt = PROMPT * 6
     (plain,) = Engine(model).generate([request(model, "a", prompt, 1, ["early"])])
     values = [rows_of(plain)[at][0] for at in range(len(prompt))]
@@ -243,9 +243,9 @@ def test_a_gate_opens_after_rows_in_a_row_also_when_the_prompt_comes_in_pieces(m
         opened.append(run >= 3)
     changes = [STEER | {"point": "layers.1.output", "tokens": "prompt"}]
     changes[0]["when"] = {"readout": "early", "above": above, "for": 3}
-    for pieces in (1024, 7, 1):
+    for chunks in (1024, 7, 1):
         asked = request(model, "a", prompt, 1, ["early"], changes)
-        Engine(model, prefill_tokens=pieces).generate([asked])
+        Engine(model, prefill_tokens=chunks).generate([asked])
         kept = asked.edits[0].report.changed
         assert (kept.rows, kept.kept) == (sum(opened), len(opened) - sum(opened))
         assert 0 < kept.rows < len(prompt)

@@ -107,7 +107,7 @@ def test_what_a_request_recorded_counts_while_it_waits_for_its_slot_again(tiny, 
 
 
 @pytest.mark.parametrize(("streamed", "steps"), [(True, 9), (False, 1)])
-def test_a_long_prompt_goes_in_pieces_while_somebody_reads_a_stream(streamed, steps, build, byte_tokenizer, prompt):
+def test_a_long_prompt_goes_in_chunks_while_somebody_reads_a_stream(streamed, steps, build, byte_tokenizer, prompt):
     model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
     engine = Engine(model, prefill_tokens=260)
     engine.submit(Request("first", prompt(5), 100, ignore_eos=True, streamed=streamed))
@@ -116,7 +116,7 @@ def test_a_long_prompt_goes_in_pieces_while_somebody_reads_a_stream(streamed, st
     before = engine.statistics.tokens
     while not any(event.id == "long" for event in engine.step()):
         pass
-    assert engine.statistics.tokens - before == 1 + steps  # a decode of the first beside each piece
+    assert engine.statistics.tokens - before == 1 + steps  # a decode of the first beside each chunk
 
 
 def test_a_long_prompt_stops_no_short_one(tiny, prompt):

@@ -10,16 +10,16 @@ from deployments.engine.decoding.text import TextStream
 
 
 def stream(tokenizer, tokens, stop=(), min_tokens=0):
-    """(text, pieces, stopped) of tokens added one at a time until a stop string."""
+    """(text, chunks, stopped) of tokens added one at a time until a stop string."""
     text = TextStream(tokenizer, stop)
-    pieces, read = [], []
+    chunks, read = [], []
     for token in tokens:
         read.append(token)
-        pieces.append(text.add(token, may_stop=len(read) >= min_tokens))
+        chunks.append(text.add(token, may_stop=len(read) >= min_tokens))
         if text.stopped:
             break
-    pieces.append(text.close(read))
-    return "".join(pieces), pieces, text.stopped
+    chunks.append(text.close(read))
+    return "".join(chunks), chunks, text.stopped
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -29,11 +29,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 @given(st.text(max_size=20))
 @example("naïve — 北京 👩‍👩‍👧 ok")
 def test_any_text_comes_back_in_whole_characters(byte_tokenizer, text):
-    back, pieces, _ = stream(byte_tokenizer, encode(byte_tokenizer, text))
+    back, chunks, _ = stream(byte_tokenizer, encode(byte_tokenizer, text))
     assert back == text
-    for piece in pieces:
-        piece.encode()  # a torn character would not encode, or be a replacement character
-        assert "\ufffd" not in piece or "\ufffd" in text
+    for chunk in chunks:
+        chunk.encode()  # a torn character would not encode, or be a replacement character
+        assert "\ufffd" not in chunk or "\ufffd" in text
 
 
 @given(st.text(max_size=20))
@@ -59,8 +59,8 @@ def test_any_tokens_of_the_model_that_ships_come_as_its_tokenizer_decodes_them(d
 @pytest.fixture(scope="module")
 def fallback_tokenizer():
     """Bytes are tokens where a character is none, as in Llama 2, Mistral and Gemma."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abc▁"]
-    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    chunks = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abc▁"]
+    model = models.BPE({chunk: i for i, chunk in enumerate(chunks)}, [], unk_token="<unk>", byte_fallback=True)
     tokenizer = Tokenizer(model)
     replace, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
     tokenizer.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), strip])
@@ -77,9 +77,9 @@ def test_bytes_that_are_no_text_end_no_stream(fallback_tokenizer, tokens):
 
 
 def test_what_was_shown_of_broken_bytes_stands(fallback_tokenizer):
-    back, pieces, _ = stream(fallback_tokenizer, [1 + 0x1F, 1 + 0xFC, 259, 257])
+    back, chunks, _ = stream(fallback_tokenizer, [1 + 0x1F, 1 + 0xFC, 259, 257])
     assert back == "\x1f\ufffdca"
-    assert pieces[0] == "\x1f"
+    assert chunks[0] == "\x1f"
 
 
 def test_a_character_waits_for_its_last_byte(byte_tokenizer):
@@ -89,8 +89,8 @@ def test_a_character_waits_for_its_last_byte(byte_tokenizer):
 
 def test_an_unfinished_character_comes_as_a_replacement_at_the_end(byte_tokenizer):
     tokens = encode(byte_tokenizer, "a€")[:-1]
-    back, pieces, _ = stream(byte_tokenizer, tokens)
-    assert pieces[0] == "a"
+    back, chunks, _ = stream(byte_tokenizer, tokens)
+    assert chunks[0] == "a"
     assert back == byte_tokenizer.decode(tokens)
     assert back.startswith("a\ufffd")
 
@@ -119,26 +119,26 @@ some_stops = st.lists(st.text("ab€", min_size=1, max_size=4), min_size=1, max_
 @given(st.text("ab€", max_size=14), some_stops, st.integers(0, 14))
 @example("xabc", ["abcd", "bc"], 4)
 @example("aaa", ["aa"], 3)
-def test_text_ends_before_the_first_stop_string_and_shows_no_piece_of_it(byte_tokenizer, text, stops, min_tokens):
+def test_text_ends_before_the_first_stop_string_and_shows_no_chunk_of_it(byte_tokenizer, text, stops, min_tokens):
     tokens = encode(byte_tokenizer, text)
-    back, pieces, stopped = stream(byte_tokenizer, tokens, tuple(stops), min_tokens)
+    back, chunks, stopped = stream(byte_tokenizer, tokens, tuple(stops), min_tokens)
     _, texts, _ = stream(byte_tokenizer, tokens)
     want = until_stop(texts[:-1], stops, min_tokens)
     assert stopped == (want is not None)
     assert back == (text if want is None else want)
-    assert not any("\ufffd" in piece for piece in pieces)
+    assert not any("\ufffd" in chunk for chunk in chunks)
 
 
 @given(
     st.lists(st.integers(0, 255), max_size=24), st.lists(st.text('!"#$%\ufffdé', min_size=1, max_size=3), max_size=3)
 )
 def test_bytes_that_are_no_text_end_before_a_stop_string_as_well(byte_tokenizer, tokens, stops):
-    back, pieces, stopped = stream(byte_tokenizer, tokens, tuple(stops))
+    back, chunks, stopped = stream(byte_tokenizer, tokens, tuple(stops))
     whole = byte_tokenizer.decode(tokens)
     assert whole.startswith(back)
     assert not any(stop in back for stop in stops)
     assert stopped or back == whole
-    assert "".join(pieces) == back
+    assert "".join(chunks) == back
 
 
 @given(
@@ -149,10 +149,10 @@ def test_bytes_that_are_no_text_end_before_a_stop_string_as_well(byte_tokenizer,
 def test_which_stop_string_ends_a_text_does_not_hang_on_its_tokens(demo, words, min_tokens, data):
     tokens = encode(demo.tokenizer, "".join(words))
     text = demo.tokenizer.decode(tokens)
-    pieces = st.integers(0, max(0, len(text) - 1)).flatmap(
+    chunks = st.integers(0, max(0, len(text) - 1)).flatmap(
         lambda start: st.integers(1, 5).map(lambda length: text[start : start + length] or "#")
     )
-    stops = tuple(data.draw(st.lists(pieces, min_size=1, max_size=3)))
+    stops = tuple(data.draw(st.lists(chunks, min_size=1, max_size=3)))
     back, _, stopped = stream(demo.tokenizer, tokens, stops, min_tokens)
     _, texts, _ = stream(demo.tokenizer, tokens)
     want = until_stop(texts[:-1], list(stops), min_tokens)
@@ -181,8 +181,8 @@ def test_text_held_back_for_a_stop_string_comes_when_it_is_none(byte_tokenizer):
 
 def test_text_held_back_comes_at_the_end(byte_tokenizer):
     tokens = encode(byte_tokenizer, "aSTO")
-    _, pieces, stopped = stream(byte_tokenizer, tokens, ("STOP",))
-    assert pieces[-1] == "STO"
+    _, chunks, stopped = stream(byte_tokenizer, tokens, ("STOP",))
+    assert chunks[-1] == "STO"
     assert not stopped
 
 

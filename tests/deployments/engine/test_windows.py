@@ -66,7 +66,7 @@ def spoil(engine):
             part[engine._memory._free] = torch.nan
 
 
-def play(engine, requests, piece):
+def play(engine, requests, chunk):
     """Run requests to their ends; their events, and the most that were under way at once."""
     for request in requests:
         engine.check(request)
@@ -76,7 +76,7 @@ def play(engine, requests, piece):
         spoil(engine)
         events += engine.step()
         pages = [[page for page in seq.kv.pages if page != NO_PAGE] for seq in engine._scheduler.running]
-        assert all(len(own) <= pages_for(WINDOW + max(piece, MIN_PROMPT_TOKENS) + PAGE - 2) for own in pages)
+        assert all(len(own) <= pages_for(WINDOW + max(chunk, MIN_PROMPT_TOKENS) + PAGE - 2) for own in pages)
         most = max(most, len(pages))
     return events, most
 
@@ -85,19 +85,19 @@ def play(engine, requests, piece):
 @settings(max_examples=EXAMPLES)
 @given(
     lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=6),
-    piece=st.sampled_from([5, 17, 64]),
+    chunk=st.sampled_from([5, 17, 64]),
     max_running=st.integers(1, 5),
     pages=st.sampled_from([4, 6, 9, 40]),
 )
-def test_any_schedule_gives_what_transformers_does(how, lengths, piece, max_running, pages, windowed, lone, capturing):
+def test_any_schedule_gives_what_transformers_does(how, lengths, chunk, max_running, pages, windowed, lone, capturing):
     requests = []
     for i, length in enumerate(lengths):
         tokens = ("all", "generated", {"last": 5})[i % 3]
         asked = capturing(windowed, str(i), lone.prompts[length], NEW, points=POINTS, tokens=tokens)
         requests.append(replace(asked, logprobs=2, prompt_logprobs=1 if i % 3 == 0 else None))
     with attending(how):
-        engine = with_pages(windowed, pages, prefill_tokens=piece, max_running=max_running)
-        events, _ = play(engine, requests, piece)
+        engine = with_pages(windowed, pages, prefill_tokens=chunk, max_running=max_running)
+        events, _ = play(engine, requests, chunk)
     for request in requests:
         lone.check(request, [event for event in events if event.id == request.id], cancelled=False)
 

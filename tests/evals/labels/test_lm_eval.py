@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
@@ -30,10 +30,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
     writer = Writer(tmp_path, Index.scanned(tmp_path))
 
     def write(run_id: str, asked: Any, model: str = "m") -> None:
-        segment = SegmentFacts(SESSION, model, None, "Qwen3ForCausalLM", {"torch": "2"}, {"norm.output": "norm"})
+        segment = FileInfo(SESSION, model, None, "Qwen3ForCausalLM", {"torch": "2"}, {"norm.output": "norm"})
         places = {"positions": [0, 1], "token_ids": [0, 1], "prompt_tokens": 1}
         batch = to_batch(segment, run_id=run_id, sample_id=None, points={"norm.output": torch.zeros(2, 4)}, **places)
-        facts = RunFacts(run_id, SESSION, model, 1.0, 1, 2, messages_hash=messages_hash(asked))
+        facts = RunInfo(run_id, SESSION, model, 1.0, 1, 2, messages_hash=messages_hash(asked))
         writer.submit(facts, [batch]).result()
 
     yield write

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
@@ -16,7 +16,7 @@ def _record(store: Path, runs: Mapping[str, Mapping[str, torch.Tensor]], *, mode
     with closing(Writer(store, Index.scanned(store))) as writer:
         for run_id, points in runs.items():
             rows = len(next(iter(points.values())))
-            segment = SegmentFacts("s", model, None, "Any", {}, {name: f"model.{name}" for name in points})
+            segment = FileInfo("s", model, None, "Any", {}, {name: f"model.{name}" for name in points})
             batch = to_batch(
                 segment,
                 run_id=run_id,
@@ -27,7 +27,7 @@ def _record(store: Path, runs: Mapping[str, Mapping[str, torch.Tensor]], *, mode
                 points=points,
                 text_offsets=[3 * row for row in range(rows)],
             )
-            run = RunFacts(run_id, "s", model, created=1.0, prompt_tokens=rows - 1, tokens=rows, **facts)
+            run = RunInfo(run_id, "s", model, created=1.0, prompt_tokens=rows - 1, tokens=rows, **facts)
             writer.submit(run, [batch]).result()
 
 

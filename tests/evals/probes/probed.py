@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
@@ -44,7 +44,7 @@ def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
             rows = slice(first, first + stored)
             begins = np.cumsum([0, *(len(word) for word in made.words)])[:-1]
             points = {name: name for name in made.rows}
-            segment = SegmentFacts(session, made.model, made.revision, "LlamaForCausalLM", {"torch": "2"}, points)
+            segment = FileInfo(session, made.model, made.revision, "LlamaForCausalLM", {"torch": "2"}, points)
             batch = to_batch(
                 segment,
                 run_id=made.run_id,
@@ -55,7 +55,7 @@ def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
                 points=made.rows,
                 text_offsets=begins[rows].tolist(),
             )
-            facts = RunFacts(
+            facts = RunInfo(
                 made.run_id,
                 session,
                 made.model,

@@ -13,7 +13,7 @@ from probed import Made, statements, store
 from recorded import POINT, record, says
 
 import evals.probes
-from deployments.activations.facts import RunFacts
+from deployments.activations.facts import RunInfo
 from evals.config import EvalError
 from evals.labels.table import labelled
 from evals.probes import sweep
@@ -199,7 +199,7 @@ def test_spans_of_a_csv_file_are_read_as_positions(tmp_path: Path) -> None:
     file = tmp_path / "labels.csv"
     file.write_text('run_id,label,span.a\nr,true,"[3, 5]"\nq,true,')
     source = from_file(file, "label", None, ["a"])
-    facts = RunFacts("r", "here", "fake/model", created=1.0, prompt_tokens=3, tokens=6)
+    facts = RunInfo("r", "here", "fake/model", created=1.0, prompt_tokens=3, tokens=6)
     assert source.of(facts) == RunLabels("true", None, {"a": (3, 5)})
 
 

@@ -97,5 +97,5 @@ def test_thoughts_are_counted_on_the_screen_and_the_page(tmp_path: Path, capsys:
         sample["turns"][-1]["reasoning_tokens"] = 7
         path.write_text(json.dumps(sample))
     report(directory)
-    assert "no-tools: 3 of 4 samples with thoughts, 21 tokens of them counted" in capsys.readouterr().out
-    assert "3 of 4 samples with thoughts, 21 tokens of them counted" in (directory / "report.html").read_text()
+    assert "no-tools: 3 of 4 samples with reasoning, 21 tokens of them counted" in capsys.readouterr().out
+    assert "3 of 4 samples with reasoning, 21 tokens of them counted" in (directory / "report.html").read_text()

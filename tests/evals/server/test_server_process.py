@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.server
 
 
-class Place(NamedTuple):
+class HookSite(NamedTuple):
     """Where a server of its own stands, and the environment of commands that start or use it."""
 
     base_url: str
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`refusal(place, name, *options)`: why a run that asks for `--serve` has no server; in this process."""
 
-    def refused(where: Place, name: str, *options: str) -> str:
+    def refused(where: HookSite, name: str, *options: str) -> str:
         for variable in ("VITRINE_HOME", "RAY_ADDRESS", "PYTHONPATH", "HF_HUB_OFFLINE"):
             monkeypatch.setenv(variable, where.env[variable])
         assert main([*where.arguments(name), *SHORT, *options]) == 2
@@ -66,7 +66,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return refused
 
 
-def place(directory: Path) -> Place:
+def place(directory: Path) -> HookSite:
     inherited = ("RAY_ADDRESS", "OPENAI_API_KEY")
     env = {name: value for name, value in os.environ.items() if name not in inherited}
     env |= {
@@ -76,14 +76,14 @@ def place(directory: Path) -> Place:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
     }
-    return Place(f"http://127.0.0.1:{free_port()}/v1", env, directory)
+    return HookSite(f"http://127.0.0.1:{free_port()}/v1", env, directory)
 
 
 SHORT = ["--samples", "2", "--max-tokens", "16", "--mode", "no-tools"]
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HookSite]:
     """A server that `--keep-running` left."""
     where = place(tmp_path_factory.mktemp("kept"))
     done = where.run("first", "--keep-running", *SHORT)
@@ -98,7 +98,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.mark.long
-def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: Place) -> None:
+def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: HookSite) -> None:
     before = kept.process
     done = kept.run("second", *SHORT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -110,13 +110,13 @@ def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: Place) -> None:
 
 
 @pytest.mark.long
-def test_a_server_with_other_options_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:
+def test_a_server_with_other_options_is_not_used(kept: HookSite, refusal: Callable[..., str]) -> None:
     said = refusal(kept, "third", "--server-option", "max_running=3")
     assert f"was started with other options: max_running is 64; stop it: kill {kept.process.pid}" in said
 
 
 @pytest.mark.long
-def test_a_server_with_another_model_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:
+def test_a_server_with_another_model_is_not_used(kept: HookSite, refusal: Callable[..., str]) -> None:
     said = refusal(kept, "fourth", "--serve", "another/model")
     assert "serves vitrine-demo, not another/model" in said
 

@@ -17,7 +17,7 @@ import torch
 from deployments.activations import load
 from deployments.activations.__main__ import main
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import RunFacts, SegmentFacts
+from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.segments.columns import to_batch, to_tensor
 from deployments.activations.segments.schema import point_types
 from deployments.points.patterns import Patterns
@@ -39,10 +39,10 @@ def put(store):
 
     def stored(session: str, run: str, points) -> None:
         rows = len(next(iter(points.values())))
-        segment = SegmentFacts(session, "m", None, "Qwen3ForCausalLM", {}, {name: name for name in points})
+        segment = FileInfo(session, "m", None, "Qwen3ForCausalLM", {}, {name: name for name in points})
         given = {"run_id": run, "sample_id": None, "positions": range(rows), "token_ids": range(rows)}
         batch = to_batch(segment, **given, prompt_tokens=1, points=points)
-        facts = RunFacts(run, session, "m", created=1.0, prompt_tokens=1, tokens=rows, tags={"k": run})
+        facts = RunInfo(run, session, "m", created=1.0, prompt_tokens=1, tokens=rows, tags={"k": run})
         ray.get(store.write.remote(facts, [ray.put(batch)]))
 
     return stored

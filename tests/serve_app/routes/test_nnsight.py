@@ -133,7 +133,7 @@ def test_what_a_block_prints_comes_as_a_log(run):
 def test_a_large_result_is_fetched_by_its_address_and_a_larger_one_refused(run):
     fetched = run("value = (torch.arange(1_000_000) * 1.5).save()", "print(float(value.sum()))")
     assert float(fetched.stdout.split()[-1]) == float((torch.arange(1_000_000) * 1.5).sum())
-    refused = run("value = torch.rand(16_000_000).save()", "pass")
+    refused = run("value = torch.rand(24_000_000).save()", "pass")
     assert "the saved values take" in refused.stderr
     assert "returns at most 62500000" in refused.stderr
 

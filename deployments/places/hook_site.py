@@ -14,7 +14,7 @@ Layout = Literal["batched", "flat", "patterns"]
 
 
 @dataclass(frozen=True)
-class Place:
+class HookSite:
     """One side of one module, as observed in a forward pass."""
 
     module: str  # its path in the Hugging Face model
@@ -38,7 +38,7 @@ class Point:
     """A name of a place in requests, and the place."""
 
     name: str  # wildcards and negative indices are resolved
-    place: Place
+    place: HookSite
     shape: tuple[int, ...]  # one token's; the place's own except for `attention.heads`, [heads, head_dim]
 
     @property
