@@ -9,6 +9,7 @@ Ends with 1 where the rows are read at less than 0.8 of the map's speed, in orde
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -47,7 +48,17 @@ def write(folder: Path, runs: int) -> list[torch.Tensor]:
             raw[number * TOKENS : (number + 1) * TOKENS] = value.view(torch.uint16).numpy()
     writer.close()
     index.close()
-    return [torch.from_numpy(raw).view(torch.bfloat16) for raw in raws]
+    for raw in raws:
+        raw.flush()
+    del raws
+    for path in filter(Path.is_file, folder.rglob("*")):  # as older files: a cache that writing filled has other pages
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while file.read(1 << 20):
+                pass
+    maps = (np.memmap(folder / name, dtype=np.uint16, mode="c", shape=shape) for name in POINTS)
+    return [torch.from_numpy(one).view(torch.bfloat16) for one in maps]
 
 
 def of_map(points: Sequence[torch.Tensor], size: int, shuffle: bool) -> Iterator[int]:

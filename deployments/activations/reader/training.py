@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from deployments.activations.facts import RunInfo
 from deployments.activations.reader.row_index import Chosen, index_rows
-from deployments.activations.reader.row_reader import RowBatch, RowReader
+from deployments.activations.reader.row_reader import Room, RowBatch, RowReader
 
 _PIECE = 256 << 10  # bytes of rows that enter a window together
 
@@ -24,7 +25,8 @@ class ActivationRows(IterableDataset[RowBatch]):
     Shuffled, pieces of consecutive rows (256 KiB) come in random order out of all files and make up windows of
     `window_bytes`, whole batches and at least one. The rows of a window are permuted, and batches cut from them. The
     order follows from the seed, the epoch, and how many workers and ranks there are. Not shuffled, it is that of the
-    files, of which each worker has a share. Memory holds a batch; a window is read into the system's cache.
+    files, of which each worker has a share. Memory holds a batch and, shuffled, two windows in each worker: one is read
+    while the other is used.
 
     `source`, `points`, `session`, `runs` and `tokens` are as for `index_rows`, as are errors. A batch has `batch_size`
     rows, the last one of each worker perhaps fewer; `drop_last` leaves such out, and all ranks have as many: none,
@@ -59,6 +61,7 @@ class ActivationRows(IterableDataset[RowBatch]):
         self._rank, self._world_size = rank, world_size
         self._index = index = index_rows(source, points, session=session, runs=runs, tokens=tokens)
         self._reader: RowReader | None = None
+        self._rooms: list[Room] = []  # for two windows, which epochs share
         self._batch_size, self._shuffle, self._seed, self._drop_last = batch_size, shuffle, seed, drop_last
         self._window = max(1, window_bytes // index.row_bytes // batch_size) * batch_size  # rows, in whole batches
         self._piece = max(1, _PIECE // index.row_bytes)
@@ -84,7 +87,7 @@ class ActivationRows(IterableDataset[RowBatch]):
         self._epoch.fill_(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None}  # each process opens the files for itself
+        return {**self.__dict__, "_reader": None, "_rooms": []}  # each process opens the files for itself
 
     def __iter__(self) -> Iterator[RowBatch]:
         reader = self._reader = self._reader or RowReader(self._index)
@@ -108,10 +111,20 @@ class ActivationRows(IterableDataset[RowBatch]):
         order = np.append(generator.permutation(whole), whole)  # the last piece has fewer rows
         shift = generator.integers(self.rows)  # so that these are other ones in each epoch
         within = np.random.default_rng([self._seed, epoch, share + 1])
-        for row in range(first, end, self._window):
+        rooms, self._rooms = self._rooms or [reader.room(min(self._window, end - first)) for _ in range(2)], []
+
+        def window(row: int) -> RowBatch:
             place = np.arange(row, min(end, row + self._window))
             numbers = (order[place // piece] * piece + place % piece + shift) % self.rows
-            reader.read_ahead(np.sort(numbers))
-            drawn = within.permutation(numbers)
-            for batch in range(0, len(drawn), self._batch_size):
-                yield reader.take(drawn[batch : batch + self._batch_size])
+            return reader.take(np.sort(numbers), rooms[(row - first) // self._window % 2])
+
+        with ThreadPoolExecutor(1, thread_name_prefix="rows") as ahead:  # reads a window while the last one is used
+            following = ahead.submit(window, first)
+            for row in range(first, end, self._window):
+                rows = following.result()
+                if row + self._window < end:
+                    following = ahead.submit(window, row + self._window)
+                drawn = torch.from_numpy(within.permutation(len(rows.run)))
+                for batch in range(0, len(drawn), self._batch_size):
+                    yield rows.select(drawn[batch : batch + self._batch_size])
+        self._rooms = rooms
