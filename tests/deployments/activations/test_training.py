@@ -229,7 +229,7 @@ def test_a_file_that_was_cut_since_is_named(session):
         next(iter(rows))
 
 
-def test_memory_is_a_batch_and_files_are_not_kept_open(make, tmp_path):
+def test_memory_is_two_windows_and_a_batch_and_files_are_not_kept_open(make, tmp_path):
     large = [make(f"r{i}", {POINT: torch.randn(1024, 4096)}, parts=8) for i in range(8)]
     store(tmp_path / "large", *large)  # 128 MiB
     many = [make(f"r{i}", {POINT: torch.full((4, 4), i).bfloat16()}) for i in range(90)]
@@ -245,7 +245,7 @@ for shuffle in (True, False):
     before, most = own(), 0
     for batch in rows:
         most = max(most, own())
-    assert most - before < 32 << 20, (most - before, shuffle)
+    assert most - before < 48 << 20, (most - before, shuffle)  # two windows and a batch
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
 rows = ActivationRows({str(tmp_path / "many")!r}, [{POINT!r}], batch_size=64)
 print(sorted(run for batch in rows for run in batch.run.tolist()) == [run for run in range(90) for _ in range(4)])
