@@ -1,7 +1,4 @@
-"""An operator's options, in one typed place: `serve run serve_app:build_app name=value ...`.
-
-More than 300 lines, because it has every option with its description and its check.
-"""
+"""An operator's options, in one typed place: `serve run serve_app:build_app name=value ...`."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 One thread owns the model and calls `step` (or `run`, which does nothing else); any thread may `submit`,
 `cancel` and report rows as `written`. Each step is one forward pass: one token of every request whose prompt has run,
 and chunks of prompts. `recovery.py` handles failed forward passes.
-
-More than 300 lines, because each stage of a step changes the same state: the queue, the sequences and their events.
 """
 
 from __future__ import annotations

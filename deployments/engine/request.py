@@ -1,7 +1,4 @@
-"""Requests to the engine and its events: small typed messages.
-
-More than 300 lines, because most of them describe the messages' fields.
-"""
+"""Requests to the engine and its events: small typed messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One model's replica: asyncio in front of the engine's thread.
-
-More than 300 lines, because Serve deploys one class: its calls, its health and the engine's thread belong together.
-"""
+"""One model's replica: asyncio in front of the engine's thread."""
 
 from __future__ import annotations
 
