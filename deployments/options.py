@@ -78,8 +78,8 @@ def check_uri(uri: str) -> str:
 
 
 def fits_header(key: str) -> bool:
-    """Whether an HTTP header can hold an API key: printable ASCII."""
-    return key.isascii() and key.isprintable()
+    """Whether an HTTP header can hold an API key: printable ASCII without spaces around it."""
+    return key.isascii() and key.isprintable() and key == key.strip()
 
 
 class Options(BaseModel):
@@ -232,11 +232,13 @@ class Options(BaseModel):
     @classmethod
     def _is_a_fraction_or_a_size(cls, value: Any) -> Any:
         try:
-            fits = 0 < (value := float(value)) <= 1
+            number = float(value)
+            fits, value = number > 0 and (number <= 1 or number.is_integer()), number
+            value = f"{int(number)}B" if number > 1 else number
         except (TypeError, ValueError):
             fits = _bytes_of(value) is not None
         if not fits:
-            raise ValueError("must be above 0 and at most 1, or a size in bytes such as 2GiB")
+            raise ValueError("must be above 0 and at most 1, or a size such as 2GiB")
         return value
 
     @field_validator("models_dir")

@@ -22,6 +22,7 @@ CONTROL = "control"
 VARIANTS = Path(__file__).with_name("variants.yaml")
 LARGEST = 1 << 31  # of what is counted
 MOST_NAMED = 5  # in a message
+OF_EACH_REQUEST = {"model", "messages", "max_tokens", "temperature", "seed", "stream", "tools", "n", "capture"}
 OF_EACH_RUN = {"sample_id", "tags", "store_text", "return", "mode"}  # fields of `capture` that the evaluator sets
 # Strict: in a file, `samples: true` is a mistake and not 1.
 Switch = Annotated[bool, Field(strict=True)]
@@ -155,6 +156,13 @@ class Config(BaseModel):
             return json.loads(value)
         except ValueError as error:
             raise ValueError(f"not a JSON object: {error}") from None
+
+    @field_validator("extra_body")
+    @classmethod
+    def _check_extra_body(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := OF_EACH_REQUEST & value.keys():
+            raise ValueError(f"{', '.join(sorted(taken))}: the evaluator sets this itself")
+        return value
 
     @field_validator("capture")
     @classmethod

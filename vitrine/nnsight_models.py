@@ -38,7 +38,7 @@ def nnsight_model(server: Server, directory: str | Path | None = None) -> Any:
     """
     get = server.asynchronous.get
     deployed = wait(get(f"{server.url}/status"))["deployments"][server.model]
-    if wait(get("/whoami"))["tags"] == ["use"]:
+    if wait(get(f"{server.url}/whoami"))["tags"] == ["use"]:
         raise PermissionError("this API key may not run code: that needs a key with the role code or admin")
     source = directory or wait(get(f"/models/{quote(server.model)}"))["source"]
     if Path(source).is_absolute() and not Path(source).is_dir():

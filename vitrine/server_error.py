@@ -43,9 +43,13 @@ class ServerError(RequestFailed):
     status: int
 
     def __init__(self, message: str, status: int, param: str | None = None, code: str | None = None) -> None:
+        param = param if isinstance(param, str) else None
         named = message if param is None or message.startswith(param) else f"{param}: {message}"
         super().__init__(f"HTTP {status}: {named}", status, param, code)
         self.message = message
+
+    def __reduce__(self) -> tuple[type[ServerError], tuple[Any, ...]]:
+        return type(self), (self.message, self.status, self.param, self.code)
 
     @classmethod
     def of(cls, answer: httpx.Response) -> ServerError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import os
@@ -204,6 +205,13 @@ def _summed(
     async def following() -> Outcome | None:
         return await anext(made, None)
 
+    async def closed() -> None:
+        while getattr(
+            made, "ag_running", False
+        ):  # an interrupt cancels what is awaited, which then still ends its requests
+            await asyncio.sleep(0.01)
+        await made.aclose()
+
     try:
         while outcome := wait(following()):
             whole += outcome
@@ -214,7 +222,7 @@ def _summed(
             if outcome.failures and on_error == "stop":
                 raise CollectError(f"{outcome.failures[0]}; use --on-error skip to skip such examples")
     finally:
-        wait(made.aclose())
+        wait(closed())
     rate = whole.tokens_per_second
     return Collected(session, whole.runs, failed, whole.tokens, whole.seconds, rate, whole.already_stored)
 

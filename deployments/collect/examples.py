@@ -139,12 +139,12 @@ def _json_object(line: bytes) -> Mapping[str, Any] | DataError:
 def _csv_rows(path: Path) -> Iterator[Numbered]:
     csv.field_size_limit(MOST_FIELD)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        for number, row in enumerate(csv.DictReader(lines, restkey="", strict=True), 1):
-            extra = row.pop("", None)
+        for number, row in enumerate(csv.DictReader(lines, strict=True), 1):
+            extra = row.pop(None, None)
             if extra is not None or None in row.values():
                 yield number, DataError(f"it has {'more' if extra is not None else 'fewer'} fields than the header")
             else:
-                yield number, {name: value for name, value in row.items() if value != ""}
+                yield number, {name: value for name, value in row.items() if name and value != ""}
 
 
 def _parquet_rows(path: Path) -> Iterator[Numbered]:
@@ -217,7 +217,12 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         messages = None
     if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
         raise DataError("messages: it is not a list of objects with the texts `role` and `content`")
-    return [{name: part for name, part in message.items() if part is not None} for message in messages]
+    found = [{name: part for name, part in message.items() if part is not None} for message in messages]
+    try:
+        json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"messages: a field is not JSON: {error}") from error
+    return found
 
 
 def _is_message(message: Any) -> bool:

@@ -14,7 +14,7 @@ from deployments.collect.work import Outcome, Settings, number
 from vitrine.connection.blocking import wait
 from vitrine.connection.transport import Transport, api_root, pause_s
 from vitrine.runs.fetching import listed
-from vitrine.server_error import RequestFailed, ServerError
+from vitrine.server_error import RequestFailed, ServerAway, ServerError
 
 IN_FLIGHT = 128  # prompts
 TIMEOUT_S = 3600.0  # of a request: the server's own limit comes first
@@ -98,13 +98,17 @@ class Sender:
 
     async def _run_again(self, examples: list[Example], outcome: Outcome, attempt: int, lost: RequestFailed) -> None:
         """Run those examples of a request without an answer that are not stored nevertheless."""
-        if attempt == ATTEMPTS:
+        if attempt == ATTEMPTS and isinstance(lost, ServerAway):
             raise lost
         await asyncio.sleep(pause_s(attempt + 1))
         left = [example for example in examples if not await self._has(example)]
         outcome.already_stored += len(examples) - len(left)
-        if left:
-            await self._run(left, outcome, attempt + 1)
+        if attempt == ATTEMPTS and len(examples) == 1:
+            outcome.failures += [f"{example.place}: {lost}" for example in left]
+            return
+        for some in [left] if attempt < ATTEMPTS else [[example] for example in left]:
+            if some:
+                await self._run(some, outcome, min(attempt + 1, ATTEMPTS))
 
     async def _has(self, example: Example) -> bool:
         query = {"tag": f"{NAME_TAG}={self._settings.name(example)}", "limit": 1}

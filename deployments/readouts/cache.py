@@ -110,7 +110,7 @@ class ReadoutCache:
         if self._bytes + size <= self._most:
             return
         if keep:
-            del self._held[keep]
+            size += self._held.pop(keep).bytes
         own = sum(self._held[id].bytes for id in self._used.get(job, ()))
         if own + size > self._most or own == self._bytes:
             message = f"the request's readouts take at least {own + size} bytes, and the server's limit is {self._most}"

@@ -42,7 +42,9 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if not isinstance(config, dict):
         raise RequestError(f"{directory}/cfg.json is not a JSON object", "file")
     spec = spec_of(config)
-    if (width := config.get("d_in")) not in (None, tensors["W_enc"].shape[0] if "W_enc" in tensors else None):
+    if "W_enc" not in tensors:
+        raise RequestError(f"{directory} has no W_enc, but {', '.join(sorted(tensors))}", "file")
+    if (width := config.get("d_in")) not in (None, tensors["W_enc"].shape[0]):
         raise RequestError(f"d_in is {width}, but W_enc has the shape {list(tensors['W_enc'].shape)}", "d_in")
     tensors = {name: tensor for name, tensor in tensors.items() if name in _TENSORS}
     if spec["activation"] == "gated":

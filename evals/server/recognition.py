@@ -52,6 +52,8 @@ def look(base_url: str) -> FoundServer | None:
             return _recognized(client, root)
     except httpx.ConnectError:
         return None
+    except (httpx.TimeoutException, httpx.NetworkError) as error:
+        raise NotReady(f"{root} does not answer: {type(error).__name__}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EvalError(f"{root} answers, but not as a Vitrine server: {type(error).__name__}: {error}") from error
 

@@ -49,21 +49,25 @@ def json_object(raw: bytes, field: str) -> dict[str, Any]:
     return value
 
 
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            self._json = parsed(await self.body())
-        return self._json
-
-
 class JsonRoute(APIRoute):
     """A route whose JSON body `parsed` reads."""
 
+    @staticmethod
+    def completed(body: Any, request: Request) -> Any:
+        """The body's value, to which a route may add."""
+        return body
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler that FastAPI calls with each request."""
-        handle = super().get_route_handler()
+        handle, completed = super().get_route_handler(), self.completed
+
+        class JsonRequest(Request):
+            async def json(self) -> Any:
+                if not hasattr(self, "_json"):
+                    self._json = completed(parsed(await self.body()), self)
+                return self._json
 
         async def handle_json(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
+            return await handle(JsonRequest(request.scope, request.receive))
 
         return handle_json

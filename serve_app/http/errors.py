@@ -130,7 +130,8 @@ def invalid(errors: Sequence[Any]) -> ApiError:
     if worst["type"] == "unknown_field":
         path = f"{_path(location[:-1])}.{location[-1]}".removeprefix(".")[:MOST_PATH]
         return ApiError(400, f"unknown field {path!r}{context['nearest']}", path, "unknown_field")
-    path = context.get("field") or _path(location)[:MOST_PATH]
+    is_header = worst["loc"][0] == "header"
+    path = context.get("field") or (str(location[0]) if is_header else _path(location)[:MOST_PATH])
     message = f"{path or 'the body'}: {worst['msg'].removeprefix('Value error, ')}"
     return ApiError(400, message, path or None, "invalid_value")
 

@@ -24,12 +24,25 @@ from serve_app.http.errors import ApiError, invalid
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.schemas.generation import ChatRequest, CompletionRequest, Generation
-from serve_app.schemas.presets import Below
+from serve_app.schemas.presets import merged
 
 PRESET = "X-Vitrine-Preset"  # of a request: the preset to use; of an answer: the one that was used
 FIELDS = "X-Vitrine-Body"
 
 G = TypeVar("G", bound=Generation)
+
+
+class GenerationRoute(JsonRoute):
+    """A route whose body may be completed by headers, for clients whose bodies cannot be changed."""
+
+    @staticmethod
+    def completed(body: Any, request: Request) -> Any:
+        """The body's value with the fields of headers below its own."""
+        preset, fields = request.headers.get(PRESET), request.headers.get(FIELDS)
+        below = ({} if preset is None else {"preset": preset}) | (
+            {} if fields is None else json_object(fields.encode("latin-1"), FIELDS)
+        )
+        return merged(below, body) if below and isinstance(body, dict) else body
 
 
 async def _fields(
@@ -38,16 +51,11 @@ async def _fields(
         str | None,
         Header(alias=FIELDS, max_length=1 << 15, description="A JSON object of fields; those of the body override it."),
     ] = None,
-) -> dict[str, Any]:
-    found = {} if preset is None else {"preset": preset}
-    return found | ({} if fields is None else json_object(fields.encode("latin-1"), FIELDS))
+) -> None:
+    """Documents the headers, and limits them; `GenerationRoute` reads them."""
 
 
-HeaderFields = Annotated[dict[str, Any], Depends(_fields)]
-"""Fields that headers add, for clients whose bodies cannot be changed."""
-
-
-openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=JsonRoute)
+openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=GenerationRoute, dependencies=[Depends(_fields)])
 
 
 GENERATION = examples.IS_ARCHIVED | errors(404, 429, 504)
@@ -59,10 +67,9 @@ async def chat(
     request: Request,
     backend: AppBackend,
     who: CallerAccount,
-    by_headers: HeaderFields,
 ) -> Response:
     """Answer a chat, streamed or whole, and record activations if `capture` or `store_activations` asks for it."""
-    body, preset = await _merged(body, request, backend, who, by_headers)
+    body, preset = await _merged(body, request, backend, who)
     limit, name = body.limit
     job = _job(
         body,
@@ -87,10 +94,9 @@ async def completions(
     request: Request,
     backend: AppBackend,
     who: CallerAccount,
-    by_headers: HeaderFields,
 ) -> Response:
     """Continue one prompt or several, streamed or whole, and record activations if the request asks for it."""
-    body, preset = await _merged(body, request, backend, who, by_headers)
+    body, preset = await _merged(body, request, backend, who)
     job = _job(
         body,
         request,
@@ -105,36 +111,21 @@ async def completions(
     return await _answer("completion", body, job, backend, prompts=len(body.prompts))
 
 
-async def _merged(
-    body: G, request: Request, backend: Backend, who: Account, by_headers: dict[str, Any]
-) -> tuple[G, ChosenPreset | None]:
-    """The body with the fields that headers and its preset add, and the preset."""
-    name = body.preset or body.intervention_profile
-    if by_headers:
-        body = await _validated(type(body), request, Below(by_headers, {}))
-    preset = await backend.presets.chosen(who, name or body.preset or body.intervention_profile, body.model)
+async def _merged(body: G, request: Request, backend: Backend, who: Account) -> tuple[G, ChosenPreset | None]:
+    """The body with the fields that its preset adds, and the preset."""
+    preset = await backend.presets.chosen(who, body.preset or body.intervention_profile, body.model)
     if preset is None:
         return body, None
+    fields = merged(preset.fields, await request.json(), preset.by_default)
     try:
-        whole = await _validated(type(body), request, Below(by_headers, preset.fields, preset.by_default))
-    except ApiError as error:
+        whole = type(body).model_validate(fields)
+    except ValidationError as found:
+        error = invalid([{**one, "loc": ("body", *one["loc"])} for one in found.errors(include_url=False)])
         message = f"with the preset {preset.name!r}: {error.message}"
-        raise ApiError(error.status, message, error.param, error.code) from error
+        raise ApiError(error.status, message, error.param, error.code) from None
     own = {name for name in body.model_fields_set if getattr(body, name) is not None}
-    fields = {name: value for name, value in preset.fields.items() if name == "interventions" or name not in own}
-    return whole, preset._replace(fields=fields)
-
-
-async def _validated(kind: type[G], request: Request, below: Below) -> G:
-    """The body with other fields below its own.
-
-    Raises:
-        ApiError: A field does not fit; names it.
-    """
-    try:
-        return kind.model_validate(below.merged(await request.json()))
-    except ValidationError as error:
-        raise invalid([{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]) from None
+    added = {name: value for name, value in preset.fields.items() if name == "interventions" or name not in own}
+    return whole, preset._replace(fields=added)
 
 
 def _job(body: Generation, request: Request, who: Account, preset: ChosenPreset | None, **own: Any) -> Job:

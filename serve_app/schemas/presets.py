@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -13,6 +13,7 @@ from deployments.activations.facts import check_session_id
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
 from deployments.points.logit_lens import LogitLens
+from deployments.points.token_choices import AMBIGUOUS, Last
 from deployments.readouts.spec import AskedReadouts, Condition
 from serve_app.schemas.base import Name, TokenId, WireModel
 from serve_app.schemas.tools import ResponseFormat
@@ -107,6 +108,18 @@ class PresetBody(Settings):
         return value
 
     @model_validator(mode="after")
+    def _names_tokens_of_any_request(self) -> PresetBody:
+        chosen: dict[str, Any] = {
+            f"interventions[{i}].tokens": spec.tokens for i, spec in enumerate(self.interventions or ())
+        }
+        if self.logit_lens:
+            chosen["logit_lens.tokens"] = self.logit_lens.tokens
+        for field, tokens in chosen.items():
+            if tokens in ("last", "generated_last") or isinstance(tokens, Last):
+                raise PydanticCustomError("ambiguous_tokens", AMBIGUOUS, {"field": field})
+        return self
+
+    @model_validator(mode="after")
     def _can_be_used(self) -> PresetBody:
         fields = self.model_fields_set & Settings.model_fields.keys()
         if not any(getattr(self, name) not in (None, []) for name in fields):
@@ -116,26 +129,23 @@ class PresetBody(Settings):
         return self
 
 
-class Below(NamedTuple):
-    """Fields that are merged below those of a body.
+def merged(below: Mapping[str, Any], body: Mapping[str, Any], by_default: bool = False) -> dict[str, Any]:
+    """All fields of a body and those below it; the body's replace them. A field that is null counts as left out.
 
-    Attributes:
-        header: Those of a header; they come before the preset's.
-        preset: Those of a preset; its `interventions` precede the request's own.
-        by_default: Whether the request does not name the preset, whose `capture` then needs `store_activations`.
+    Args:
+        below: The fields of a header or a preset; `interventions` of these precede the body's.
+        body: The fields of the body.
+        by_default: Whether the request does not name the preset: it then records only with `store_activations`.
     """
-
-    header: Mapping[str, Any]
-    preset: Mapping[str, Any]
-    by_default: bool = False
-
-    def merged(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """All fields. A field that is null counts as left out."""
-        own = {**self.header, **{name: value for name, value in body.items() if value is not None}}
-        found = {**self.preset, **own}
-        if first := self.preset.get("interventions"):
-            found["interventions"] = [*first, *(own.get("interventions") or ())]
-        records = found.get("store_activations")
-        if "capture" not in own and (records is False or (self.by_default and not records)):
+    own = {name: value for name, value in body.items() if value is not None}
+    found = {**below, **own}
+    if first := below.get("interventions"):
+        found["interventions"] = [*first, *(own.get("interventions") or ())]
+    if "capture" in own and "store_activations" not in own:
+        found = {name: value for name, value in found.items() if (name, value) != ("store_activations", False)}
+    elif found.get("store_activations") is False or (by_default and not found.get("store_activations")):
+        if "capture" not in own:
             found.pop("capture", None)
-        return found
+        if "readouts" in found and "readouts" not in own:
+            found["readouts"] = [one | {"store": False} if isinstance(one, dict) else one for one in found["readouts"]]
+    return found

@@ -81,8 +81,8 @@ class Transport:
         """
         if not root.startswith(("http://", "https://")):
             raise ValueError(f"url: {root!r} does not begin with http:// or https://")
-        if api_key and not (api_key.isascii() and api_key.isprintable()):
-            raise ValueError("api_key: the key has characters other than printable ASCII")
+        if api_key and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
+            raise ValueError("api_key: the key has spaces around it, or characters other than printable ASCII")
         self.root = root.rstrip("/")
         self.api_key = api_key
         self.timeout = timeout
@@ -91,7 +91,7 @@ class Transport:
         self._room = _Room(SEQUENCES_AT_ONCE)
         context = httpx.create_ssl_context()  # shared: it takes milliseconds
         try:
-            self._pools = [
+            self._probe, *self._pools = (
                 httpx.AsyncClient(
                     base_url=self.root,
                     headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -99,8 +99,8 @@ class Transport:
                     limits=httpx.Limits(max_connections=CONNECTIONS),
                     verify=context,
                 )
-                for _ in range(math.ceil(parallel / CONNECTIONS))
-            ]
+                for _ in range(1 + math.ceil(parallel / CONNECTIONS))
+            )
         except httpx.InvalidURL as error:
             raise ValueError(f"url: {root!r}: {error}") from error
         self._free = (self._pools * CONNECTIONS)[:parallel]
@@ -113,7 +113,7 @@ class Transport:
 
     async def close(self) -> None:
         """Close the connections."""
-        for pool in self._pools:
+        for pool in (self._probe, *self._pools):
             await pool.aclose()
 
     async def get(self, path: str, query: Mapping[str, Any] | None = None, repeat: bool = True) -> dict[str, Any]:
@@ -163,12 +163,13 @@ class Transport:
 
     async def _send(self, method: str, path: str, *, repeat: bool = True, **request: Any) -> httpx.Response:
         """Return an answer of status 2xx, or raise as `get`."""
-        end, failures, attempts, outage = _now() + self.timeout, 0, 0, 0
+        end, failures, attempts, outage = 0.0, 0, 0, 0
         while True:
             found = await self._attempt(method, path, **request)
             if isinstance(found, httpx.Response):
                 return found
             kind, error, asked_s = found
+            end = end or _now() + self.timeout  # not from the beginning: it may have waited for its turn
             if kind == "late" and method == "GET":
                 kind = "busy"
             if kind in ("refused", "late") or (kind == "starting" and not repeat):
@@ -203,6 +204,8 @@ class Transport:
             if await self._answers():
                 return _Failure("late", AnswerLate(f"{self.url}: {reason}: raise the timeout"))
             return _Failure("away", RequestFailed(f"{reason}, and none to /models"))
+        except (httpx.LocalProtocolError, httpx.UnsupportedProtocol) as error:
+            return _Failure("refused", RequestFailed(f"{self.url}: the request is invalid ({type(error).__name__})"))
         except httpx.RequestError as error:
             return _Failure("away", RequestFailed(str(error) or type(error).__name__))
         kind = None if answer.is_success else kind_of(answer)
@@ -217,10 +220,12 @@ class Transport:
     async def _answers(self) -> bool:
         """Whether the server answers a request that takes no time, so that it only works long on another."""
         try:
-            answer = await self._exchange("GET", "/models", timeout=CONNECT_S)
+            answer = await self._probe.get("/models", timeout=CONNECT_S)  # others may hold all other connections
         except httpx.RequestError:
             return False
-        return answer.is_success or kind_of(answer) not in ("away", "starting")
+        if is_there := answer.is_success or kind_of(answer) not in ("away", "starting"):
+            self._outage.met()
+        return is_there
 
     async def _exchange(self, method: str, path: str, **request: Any) -> httpx.Response:
         async with self._slots:
@@ -293,13 +298,15 @@ class _Outage:
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self._began: float | None = None
+        self._last = 0.0  # sign of absence
         self._number = 0
 
     def missed(self) -> int:
         """Note that the server was not there; returns the number of this outage, from 1."""
-        if self._began is None:
+        if self._began is None or _now() - self._last > 2 * LONGEST_PAUSE_S:  # all that waited has been answered since
             self._began = _now()
             self._number += 1
+        self._last = _now()
         return self._number
 
     def met(self) -> None:

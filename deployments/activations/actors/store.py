@@ -197,7 +197,7 @@ class ActivationStore(RunReceiver):
         if application is not None:
             others = self._limits_of.keys() - {application}
             for name in others - await asyncio.to_thread(_running, frozenset(others)):
-                del self._limits_of[name]
+                self._limits_of.pop(name, None)
             for name, limits in self._limits_of.items():
                 if name != application and limits != retention:
                     raise StoreError(
