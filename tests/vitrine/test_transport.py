@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import vitrine
 from tests.waiting import EACH_S
 from vitrine.connection import transport
+from vitrine.server_error import ServerError
 
 MODELS = (200, {"data": [{"id": "first"}, {"id": "second"}]})
 TEXT = (200, {"choices": [{"index": 0, "text": "yes"}]})
@@ -375,3 +377,14 @@ def test_requests_go_through_the_environments_proxy(scripted, monkeypatch):
     monkeypatch.setenv("no_proxy", "elsewhere.invalid")
     with pytest.raises(ConnectionError):
         vitrine.connect("http://elsewhere.invalid")
+
+
+def test_errors_cross_processes_whatever_a_server_calls_its_field():
+    error = copy.copy(ServerError("no", 400, "seed", "invalid_value"))  # as pickle does
+    assert (str(error), error.status, error.param, error.code) == ("HTTP 400: seed: no", 400, "seed", "invalid_value")
+    assert ServerError("no", 400, 7).param is None  # type: ignore[arg-type]
+
+
+def test_a_key_that_no_header_holds_is_refused_and_not_shown():
+    with pytest.raises(ValueError, match="^api_key: the key has spaces around it"):
+        transport.Transport("http://server/v1", "secret ", 1)

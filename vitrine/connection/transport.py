@@ -220,14 +220,16 @@ class Transport:
     async def _answers(self) -> bool:
         """Whether the server answers a request that takes no time, so that it only works long on another."""
         try:
-            answer = await self._probe.get("/models", timeout=CONNECT_S)  # others may hold all other connections
+            answer = await self._exchange("GET", "/models", is_probe=True, timeout=CONNECT_S)
         except httpx.RequestError:
             return False
         if is_there := answer.is_success or kind_of(answer) not in ("away", "starting"):
             self._outage.met()
         return is_there
 
-    async def _exchange(self, method: str, path: str, **request: Any) -> httpx.Response:
+    async def _exchange(self, method: str, path: str, is_probe: bool = False, **request: Any) -> httpx.Response:
+        if is_probe:  # requests may hold all other connections
+            return await self._probe.request(method, path, **request)
         async with self._slots:
             pool = self._free.pop()
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,16 @@ def test_any_row_is_an_example_or_is_named(row: dict[str, Any]) -> None:
         assert all(isinstance(value, str) and len(value) <= 256 for value in item.tags.values())
     else:
         assert item.startswith("data, row 1: ")
+
+
+def test_a_csv_file_may_have_a_column_without_a_name_as_pandas_writes(tmp_path: Path) -> None:
+    (path := tmp_path / "data.csv").write_text(",prompt\n0,So?\n1,Oh?,more\n")
+    first, second = read(path, Fields())
+    assert isinstance(first, Example)
+    assert (first.prompt, first.tags) == ("So?", {})
+    assert "more fields than the header" in str(second)
+
+
+def test_a_message_with_a_field_that_is_not_json_is_named() -> None:
+    [found] = read([{"messages": [{"role": "user", "content": "So?", "at": datetime(2026, 1, 1)}]}], Fields())
+    assert "messages: a field is not JSON" in str(found)
