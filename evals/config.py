@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from deployments.options import NO_MODEL, Options, mistakes
 from evals.scoring import Rule
@@ -22,6 +22,7 @@ CONTROL = "control"
 VARIANTS = Path(__file__).with_name("variants.yaml")
 LARGEST = 1 << 31  # of what is counted
 MOST_NAMED = 5  # in a message
+# Fields of a request that the evaluator sets.
 OF_EACH_REQUEST = {"model", "messages", "max_tokens", "temperature", "seed", "stream", "tools", "n", "capture"}
 OF_EACH_RUN = {"sample_id", "tags", "store_text", "return", "mode"}  # fields of `capture` that the evaluator sets
 # Strict: in a file, `samples: true` is a mistake and not 1.
@@ -157,17 +158,10 @@ class Config(BaseModel):
         except ValueError as error:
             raise ValueError(f"not a JSON object: {error}") from None
 
-    @field_validator("extra_body")
+    @field_validator("capture", "extra_body")
     @classmethod
-    def _check_extra_body(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := OF_EACH_REQUEST & value.keys():
-            raise ValueError(f"{', '.join(sorted(taken))}: the evaluator sets this itself")
-        return value
-
-    @field_validator("capture")
-    @classmethod
-    def _check_capture(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := OF_EACH_RUN & value.keys():
+    def _leaves_the_evaluators_fields(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if taken := (OF_EACH_RUN if info.field_name == "capture" else OF_EACH_REQUEST) & value.keys():
             raise ValueError(f"{', '.join(sorted(taken))}: the evaluator sets this itself")
         return value
 

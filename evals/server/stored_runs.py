@@ -1,23 +1,15 @@
 """Stored runs, fetched over HTTP as bytes of their files, and read as arrays of numpy."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from evals.server.client import ChatClient
 from vitrine.runs.fetching import run_bytes
 from vitrine.runs.rows import Run, of_files
-
-Entry = dict[str, Any]
-
-
-async def write_runs(client: ChatClient, entries: Sequence[Mapping[str, Any]], to: IO[bytes]) -> None:
-    """Write runs of one file, as the server lists them, to an empty file. Raises as `run_bytes`."""
-    async for piece in run_bytes(client, entries):
-        to.write(piece)
 
 
 async def stored_run(client: ChatClient, entry: Mapping[str, Any]) -> Run:
@@ -28,7 +20,8 @@ async def stored_run(client: ChatClient, entry: Mapping[str, Any]) -> Run:
         ValueError: What it sends is none of Vitrine's files, or damaged.
     """
     with tempfile.NamedTemporaryFile(suffix=".arrow") as file:
-        await write_runs(client, [entry], file)
+        async for piece in run_bytes(client, [entry]):
+            file.write(piece)
         file.flush()
         (run,) = of_files(Path(file.name))  # mapped, so that it outlives the name
     return run
