@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -72,7 +73,9 @@ def vllm_serve(model: Path, threads: int) -> Iterator[Server]:
         "VLLM_CACHE_ROOT": str(VLLM / "cache"),
         "VLLM_NO_USAGE_STATS": "1",
     }
-    options = ("--gpu-memory-utilization=0.2", "--max-model-len=4096")  # by default it asks for 92% of the memory
+    dtype = json.loads((model / "config.json").read_text())["dtype"]  # by default it casts float32 to bfloat16
+    # By default it asks for 92% of the memory.
+    options = (f"--dtype={dtype}", "--gpu-memory-utilization=0.2", "--max-model-len=4096")
     with _child(VLLM / "bin" / "vllm", "serve", model, *options, **env) as url:
         yield Server(url, str(model))
 
