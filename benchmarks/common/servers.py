@@ -20,7 +20,7 @@ import httpx
 
 import vitrine
 from benchmarks.common.harness import ROOT
-from vitrine.own_server import free_port
+from vitrine.own_server import free_port, tail
 
 START_S = 1200.0  # vLLM compiles the model first
 STOP_S = 30.0
@@ -124,8 +124,7 @@ def _child(*command: str | Path, **env: str) -> Iterator[str]:
             ends = time.monotonic() + START_S
             while not _answers(url):
                 if process.poll() is not None or time.monotonic() > ends:
-                    tail = Path(log.name).read_text(errors="replace")[-3000:]
-                    raise RuntimeError(f"{command[0]} does not serve (status {process.returncode}):\n{tail}")
+                    raise RuntimeError(f"{command[0]} does not serve: {process.returncode}{tail(Path(log.name))}")
                 time.sleep(0.2)
             yield url
         finally:

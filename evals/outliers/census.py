@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.reader.row_index import RowIndex, index_rows
 from deployments.activations.reader.row_reader import RowReader
 from deployments.activations.reader.selection import by_schema
@@ -207,7 +207,7 @@ def _where(index: RowIndex, reader: RowReader, names: Sequence[str], counts: _Co
     point = int(counts.largest[:, feature].argmax())
     row = counts.row[point, [feature]]
     read, block = reader.take(row), int(index.starts.searchsorted(row[0], side="right")) - 1
-    run = load(index.paths[index.file[block]], index.runs[int(read.run[0])].run_id, [names[point]])
+    run = read_run(index.paths[index.file[block]], index.runs[int(read.run[0])].run_id, [names[point]])
     position, token = int(read.position[0]), None
     text, offsets = run.facts.text, run.text_offsets
     if text is not None and offsets is not None:

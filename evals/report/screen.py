@@ -161,7 +161,7 @@ def not_stored(recorded: dict[str, Any]) -> str:
 
 def _loading(example: dict[str, str]) -> list[str]:
     return [
-        "from deployments.activations import load",
+        "from vitrine import load",
         f'run = load("{example["uri"]}", run_id="{example["run_id"]}")',
         f'print(run["{example["point"]}"].shape)',
     ]

@@ -28,7 +28,7 @@ def transfer(directory: Path, base_url: str, session_id: str) -> dict[str, Any]:
         session_id: the session.
 
     Returns:
-        `path` below the directory, which `deployments.activations.load` takes, and its `bytes`, `files` and `runs`.
+        `path` below the directory, which `vitrine.load` takes, and its `bytes`, `files` and `runs`.
 
     Raises:
         EvalError: the session could not be fetched. What came stays, and another call goes on.

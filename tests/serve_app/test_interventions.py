@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from deployments.activations import load
+from deployments.activations import read_run
 
 MODEL = "vitrine-demo"
 POINT = "layers.3.output"
@@ -62,13 +62,13 @@ def test_a_run_holds_values_after_the_change_and_the_change_itself(served):
     capture = {"points": [POINT, "layers.2.output"], "tokens": "all"}
     answer = post(served, interventions=asked, capture=capture, session_id="interventions").json()
     (run,) = answer["activations_meta"]["runs"]
-    stored = load(run["points"][POINT]["uri"], run_id=run["run_id"])
+    stored = read_run(run["points"][POINT]["uri"], run_id=run["run_id"])
     assert stored.facts.interventions == asked
     values = stored[POINT]
     assert (values[run["prompt_tokens"] :] == 0).all()
     assert (values[: run["prompt_tokens"]] != 0).any(dim=1).all()
     plain = post(served, capture=capture, session_id="interventions").json()["activations_meta"]["runs"][0]
-    before = load(plain["points"][POINT]["uri"], run_id=plain["run_id"])[POINT]
+    before = read_run(plain["points"][POINT]["uri"], run_id=plain["run_id"])[POINT]
     moved = values[0] - before[0]
     assert moved.tolist() == pytest.approx([5 * number for number in STEER["vector"]], abs=1e-3)
 
@@ -92,7 +92,7 @@ def recorded(served, **fields):
     answer = post(served, capture=capture, session_id="patching", **fields)
     assert answer.status_code == 200, answer.text
     (run,) = answer.json()["activations_meta"]["runs"]
-    return load(run["points"][POINT]["uri"], run_id=run["run_id"]), run["run_id"]
+    return read_run(run["points"][POINT]["uri"], run_id=run["run_id"]), run["run_id"]
 
 
 def test_a_stored_runs_rows_take_the_place_of_another_requests(served):

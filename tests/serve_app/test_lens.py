@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.demo_model import WEIGHTS
 from deployments.messages import LayerTop, TokenLayers, TokenText
 from serve_app.logprobs import of_lens
@@ -96,7 +96,7 @@ def test_it_is_the_final_norm_and_head_of_what_is_recorded_after_interventions(s
     model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
     for layer in (0, 2, 5):
         point = run["points"][f"layers.{layer}.output"]
-        rows = load(point["uri"], run_id=run["run_id"])[f"layers.{layer}.output"]
+        rows = read_run(point["uri"], run_id=run["run_id"])[f"layers.{layer}.output"]
         with torch.inference_mode():
             wanted = model.lm_head(model.model.norm(rows)).log_softmax(-1)[run["prompt_tokens"] - 1 : -1]
         for one, row in zip(content, wanted, strict=True):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 
-from deployments.activations import load
+from deployments.activations import read_run
 
 MODEL, WIDTH, POINT = "vitrine-demo", 192, "layers.3.output"
 BODY = {"model": MODEL, "prompt": "Tom has 3 boxes of 4 pens.", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -89,7 +89,7 @@ def test_values_of_an_answer_are_the_probes_on_the_stored_rows_and_lie_with_them
     assert told["prompt"]["first"] == told["generated"]["first"] == 0
     values = torch.tensor(told["prompt"]["values"] + told["generated"]["values"])
     assert len(values) == usage["prompt_tokens"] + 8
-    stored = load(answer["activations_meta"]["runs"][0]["run_id"])
+    stored = read_run(answer["activations_meta"]["runs"][0]["run_id"])
     want = (stored[POINT].float() @ WEIGHT.T + BIAS).sigmoid()
     torch.testing.assert_close(values, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(stored["readouts.truth"], want, rtol=1e-5, atol=1e-5)
@@ -98,7 +98,7 @@ def test_values_of_an_answer_are_the_probes_on_the_stored_rows_and_lie_with_them
 def test_values_are_stored_without_a_point(served, truth):
     answer = post(served, readouts=[{"name": "truth", "store": True}]).json()
     told, (run,) = answer["choices"][0]["readouts"]["truth"], answer["activations_meta"]["runs"]
-    stored = load(run["run_id"])
+    stored = read_run(run["run_id"])
     assert list(run["points"]) == ["readouts.truth"]
     values = torch.tensor(told["prompt"]["values"] + told["generated"]["values"])
     torch.testing.assert_close(stored["readouts.truth"], values, rtol=1e-6, atol=1e-6)

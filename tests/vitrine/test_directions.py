@@ -32,7 +32,7 @@ def test_a_direction_is_steered_along_at_some_tokens_and_in_a_unit_that_it_shows
         vitrine.difference_of_means(acts)
     with pytest.raises(ValueError, match="unit: set it on the vector"):
         server.generate("Tom", steer=steer, unit="residual_norm")
-    with pytest.raises(TypeError, match="a vector alone does not name a point"):
+    with pytest.raises(TypeError, match="a vector alone names no point"):
         server.generate("Tom", steer=direction.values[2])
 
 

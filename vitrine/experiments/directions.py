@@ -1,4 +1,4 @@
-"""Directions in activation space, and steering along them."""
+"""Collected activations, directions between them, and steering along directions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,50 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrine.experiments.activations import Activations
 from vitrine.points import layer_of, listed
+
+
+class _AtPoints:
+    points: list[str]
+
+    @property
+    def layers(self) -> list[int | None]:
+        """The layer number of each point; None for a point outside the layers."""
+        return [layer_of(point) for point in self.points]
+
+
+@dataclass(frozen=True, repr=False)
+class Activations(_AtPoints):
+    """The activations of a list of prompts, in the list's order.
+
+    Attributes:
+        values: float32 `[prompts, points, hidden]` if one token of each prompt was collected; otherwise a list with
+            `[tokens, points, hidden]` for each prompt. At heads, `hidden` is `heads, head_dim`.
+        points: The points' names, in the order of execution.
+        run_ids: The stored run of each prompt.
+        session: The session of the runs.
+        texts: The prompts as given.
+        labels: The label of each prompt; None without labels.
+
+    Examples:
+        >>> acts = server.collect(["Ann has", "Tom has"], "layers.*.output", labels=[0, 1])
+        >>> acts.values.shape, acts.layers, acts.labels
+        ((2, 6, 192), [0, 1, 2, 3, 4, 5], array([0, 1]))
+    """
+
+    values: npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
+    points: list[str]
+    run_ids: list[str]
+    session: str
+    texts: Sequence[Any]
+    labels: npt.NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.run_ids)
+
+    def __repr__(self) -> str:
+        shape = list(self.values.shape) if isinstance(self.values, np.ndarray) else f"{len(self)} arrays"
+        return f"Activations({shape}, {len(self.points)} points, session={self.session!r})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +109,7 @@ class Steer:
 
 
 @dataclass(frozen=True, eq=False)
-class Direction:
+class Direction(_AtPoints):
     """A vector for each of several points, usually one for each layer.
 
     Attributes:
@@ -86,17 +128,6 @@ class Direction:
 
     values: npt.NDArray[np.float32]
     points: list[str]
-
-    @property
-    def layers(self) -> list[int | None]:
-        """The layer number of each point; None for a point outside the layers.
-
-        Examples:
-            >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
-            >>> vitrine.difference_of_means(acts).layers
-            [0, 1, 2, 3, 4, 5]
-        """
-        return [layer_of(point) for point in self.points]
 
     def at(self, layer: int, unit: str = "absolute", tokens: str | Mapping[str, Any] = "all") -> Steer:
         """Steering with the vector of one layer.
@@ -180,9 +211,9 @@ def difference_of_means(acts: Activations, positive: Any = 1) -> Direction:
         raise ValueError("the activations are of several tokens a prompt: collect(..., tokens='prompt_last') for one")
     chosen = acts.labels == positive
     if chosen.all() or not chosen.any():
-        there = ", ".join(map(repr, dict.fromkeys(acts.labels.tolist())))
+        labels = ", ".join(map(repr, dict.fromkeys(acts.labels.tolist())))
         count = f"{int(chosen.sum())} of {len(acts)} labels are {positive!r}"
-        raise ValueError(f"{count}: both sides need activations; choose positive= from {there}")
+        raise ValueError(f"{count}: both sides need activations; choose positive= from {labels}")
     means = [acts.values[side].mean(axis=0, dtype=np.float64) for side in (chosen, ~chosen)]
     return Direction((means[0] - means[1]).astype(np.float32), list(acts.points))
 
@@ -192,8 +223,6 @@ def operations(
 ) -> list[Mapping[str, Any]] | None:
     """A request's `interventions`: the given ones, then the steering; None if there are none."""
     steers = [steer] if isinstance(steer, Steer) else [] if steer is None else list(steer)
-    if any(not isinstance(one, Steer) for one in steers):
-        raise TypeError(
-            "steer: give direction.at(layer) * scale, or several in a list; a vector alone does not name a point",
-        )
-    return [*(interventions or ()), *(one.operation for one in steers)] or None
+    if any(not isinstance(each, Steer) for each in steers):
+        raise TypeError("steer: give direction.at(layer) * scale, or a list of them; a vector alone names no point")
+    return [*(interventions or ()), *(each.operation for each in steers)] or None

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.index.index import Index
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
@@ -37,7 +37,7 @@ def test_what_is_read_is_what_was_written_bit_by_bit(make, data, rows, heads, se
         stored = writer.submit(made.facts, made.batches).result()
         if sealed:
             writer.close()
-        run = load(stored.points["a"].uri, "r")
+        run = read_run(stored.points["a"].uri, "r")
         assert (run.facts, list(run)) == (made.facts, list(points))
         for name, point in stored.points.items():
             kept, read = (one.values if name == "w" else one for one in (points[name], run[name]))

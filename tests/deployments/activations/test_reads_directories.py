@@ -10,7 +10,7 @@ import pytest
 import torch
 from storing import store
 
-from deployments.activations import load, runs
+from deployments.activations import read_run, runs
 from deployments.activations.__main__ import main
 from deployments.activations.export.exports import export
 from deployments.activations.files import buckets
@@ -84,8 +84,8 @@ def test_a_bucket_is_read_like_a_directory(uploaded, made, path, runs, tmp_path,
     assert found(source) == runs
     wanted = {name: made[name].points[POINT] for name in runs}
     for name, value in wanted.items():
-        assert torch.equal(load(source, name, verify=True)[POINT], value)
-        assert torch.equal(load(name, root=source)[POINT], value)
+        assert torch.equal(read_run(source, name, verify=True)[POINT], value)
+        assert torch.equal(read_run(name, root=source)[POINT], value)
         assert torch.equal(indexed(source, runs=[name]), value)
     assert len(table(source, [POINT])) == 40 * len(runs)
     assert len(export(source, tmp_path / "to", "npz")) == len(runs)
@@ -100,14 +100,14 @@ def test_one_file_of_a_bucket_is_a_source_and_is_fetched_once(uploaded, root, bu
     source = uploaded(f"ann/t/{file.name}")
     assert [run.run_id for run in runs(source)] == ["run-3"]
     fetched = [one for one in bucket.server.requests if one[0] == "GET" and one[1].endswith(".arrow")]
-    assert load(source).facts.run_id == "run-3"
+    assert read_run(source).facts.run_id == "run-3"
     assert [one for one in bucket.server.requests if one[0] == "GET" and one[1].endswith(".arrow")] == fetched
     with pytest.raises(FileNotFoundError, match="nothing at"):
         runs(uploaded("ann/t/none.arrow"))
 
 
 def test_files_of_a_bucket_are_fetched_one_by_one_until_a_run_is_found(uploaded, bucket):
-    assert load(uploaded(), "run-2").facts.owner is None  # of `_`, the first directory
+    assert read_run(uploaded(), "run-2").facts.owner is None  # of `_`, the first directory
     assert len({one for one in bucket.server.requests if one[0] == "GET" and one[1].endswith(".arrow")}) == 1
 
 
@@ -128,7 +128,7 @@ def test_what_has_left_the_disk_is_read_from_the_bucket(root, uploaded, made, bu
         index.change("UPDATE files SET archived = 1", ())
         index.change("UPDATE files SET local = 0 WHERE owner = 'bob'", ())
     shutil.rmtree(root / "bob")
-    assert torch.equal(load("run-1", root=root)[POINT], made["run-1"].points[POINT])
+    assert torch.equal(read_run("run-1", root=root)[POINT], made["run-1"].points[POINT])
     assert found(root, "s") == NAMES[:3]
     assert torch.equal(indexed(root, runs=["run-1"]), made["run-1"].points[POINT])
 
@@ -142,7 +142,7 @@ def test_fsspec_reads_what_arrow_has_no_file_system_for(root, made):
         at.put(str(path.relative_to(root)), path)
     try:
         assert found("memory://store") == NAMES
-        assert torch.equal(load("memory://store/ann", "run-3")[POINT], made["run-3"].points[POINT])
+        assert torch.equal(read_run("memory://store/ann", "run-3")[POINT], made["run-3"].points[POINT])
         name, size = next(iter(at.list("bob/s").items()))
         assert at.size(name) == size
         at.remove(name)

@@ -19,7 +19,7 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import SessionName, StoreError
@@ -110,7 +110,7 @@ def wait_for(reader, session: str, expected: set[str]) -> None:
 def check_stored(stored, session: str, run_id: str) -> str:
     """A run reads back; the part of its file's URI that names the writer."""
     uri = stored.points["p"].uri
-    assert torch.equal(load(uri, run_id, verify=True)["p"], made(session, run_id)[1])
+    assert torch.equal(read_run(uri, run_id, verify=True)["p"], made(session, run_id)[1])
     return uri.rpartition("-")[0]
 
 

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError
 
 from deployments.activations.facts import StoreError
 from deployments.activations.index.index import Index
-from deployments.activations.reader.loading import load, runs
+from deployments.activations.reader.loading import read_run, runs
 from deployments.activations.writer.writer import Writer
 from deployments.engine.request import GREEDY
 from deployments.job import Job
@@ -182,7 +182,7 @@ def test_a_disk_that_is_slow_slows_the_request_that_records_and_no_other(tmp_pat
     assert end.run.status == "stored"
     assert store.appended > 1
     (place,) = end.run.points.values()
-    stored = load(place["uri"], end.run.run_id)
+    stored = read_run(place["uri"], end.run.run_id)
     assert stored["norm.output"].shape == tuple(place["shape"]) == (end.prompt_tokens + 150, 192)
     assert stored.positions.tolist() == list(range(end.prompt_tokens + 150))
 

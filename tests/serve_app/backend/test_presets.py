@@ -13,7 +13,7 @@ import ray
 import torch
 
 from deployments.accounts import OPERATOR
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.actors.store import connect
 from deployments.options import home
 from serve_app.backend import preset_registry
@@ -66,7 +66,7 @@ def text(served, **fields):
 def recorded(served, **fields):
     answer = post(served, session_id="presets", **fields).json()
     (run,) = answer["activations_meta"]["runs"]
-    return load(next(iter(run["points"].values()))["uri"], run_id=run["run_id"])
+    return read_run(next(iter(run["points"].values()))["uri"], run_id=run["run_id"])
 
 
 def refused(answer):
@@ -187,7 +187,7 @@ def test_headers_choose_a_preset_and_add_fields_below_the_body(served, keep):
     answer = sent({"X-Vitrine-Body": json.dumps(added)}, max_tokens=None)
     (run,) = answer.json()["activations_meta"]["runs"]
     assert answer.json()["activations_meta"]["session_id"] == "by-header"
-    facts = load(next(iter(run["points"].values()))["uri"], run_id=run["run_id"]).facts
+    facts = read_run(next(iter(run["points"].values()))["uri"], run_id=run["run_id"]).facts
     assert facts.interventions == [HALF, STEER]
     assert facts.tags == {"try": "1"}
     assert answer.json()["usage"]["completion_tokens"] == 2

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.demo_model import WEIGHTS
 
 HTTP_PAGE = Path(__file__).parents[3] / "docs" / "http.md"
@@ -48,7 +48,7 @@ def test_the_position_of_a_word_is_that_of_its_captured_row(post, served):
     capture = {"points": ["norm.output"], "mode": "trace"}
     body = {"model": MODEL, "prompt": prompt, "capture": capture}
     stored = post("v1/completions", **body).json()["activations_meta"]["runs"][0]
-    run = load(stored["points"]["norm.output"]["uri"], stored["run_id"])
+    run = read_run(stored["points"]["norm.output"]["uri"], stored["run_id"])
     position = strings.index("Ġboxes")
     assert position == 6
     assert post("detokenize", tokens=[int(run.token_ids[position])]).json()["prompt"] == " boxes"
