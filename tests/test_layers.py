@@ -131,11 +131,11 @@ def test_the_engine_does_not_import_ray():
             assert "ray" not in packages(name), name
 
 
-STORED = ["reader.loading", "reader.tables", "reader.training", "export.exports"]
+STORED = ["reader.loading", "reader.tables", "reader.training", "exports"]
 LIGHT_SERVER = [
     "activations.reader.pulling",
     "activations.writer.writer",
-    "activations.nodes.node_writer",
+    "activations.nodes",
     "model_files.names",
     "model_files.smollm2",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import save
 
 from deployments.errors import RequestError
-from deployments.readouts.saelens import read
+from deployments.readouts.files import read_saelens
 from deployments.readouts.sending import KEY, install
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add(path: Path, url: str, fields: dict[str, Any]) -> dict[str, Any]:
     if not path.is_dir():
         return install(url, path.read_bytes(), fields)
-    spec, tensors = read(path)
+    spec, tensors = read_saelens(path)
     return install(url, save(tensors), {"name": path.resolve().name, **spec, **fields})
 
 

@@ -1,4 +1,4 @@
-"""Converts the engine's events into each job's messages."""
+"""Running jobs: converts the engine's events into the messages of each choice."""
 
 from __future__ import annotations
 
@@ -6,21 +6,136 @@ import asyncio
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Rows
+from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
 from deployments.job import Job
-from deployments.messages import ChangedNorm, EditReport, End, Message, Refusal, TokenLayers
-from deployments.replica.tickets import RunningChoice, Ticket
+from deployments.messages import (
+    CallPart,
+    ChangedNorm,
+    EditReport,
+    End,
+    Message,
+    Piece,
+    Refusal,
+    TokenLayers,
+    TokenLogprob,
+)
+from deployments.readouts.spec import ReadoutRows
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
+    from deployments.chat.prompts import Echo
+    from deployments.chat.reader import AnswerParts, AnswerReader
     from deployments.chat.token_texts import TokenTexts
     from deployments.engine.edits import Edit
     from deployments.engine.engine import Engine
+    from deployments.replica.open_run import RunWriter
 
 logger = logging.getLogger("ray.serve")
 
 SLICE = 1024  # characters of a whole answer that are parsed at a time, which takes at most 10 ms
+
+
+@dataclass(eq=False)
+class RunningChoice:
+    """One running sequence of a job, and its next message.
+
+    Attributes:
+        index: The choice's index in the job.
+        request: The engine's request.
+        reader: Finds reasoning and tool calls in its text.
+        run: Receives its recorded rows.
+        echo: The prompt at the start of its text.
+        text: Text to send next.
+        reasoning: Reasoning to send next.
+        calls: Parts of tool calls to send next.
+        scored: Tokens with logprobs for the next message.
+        lens: Tokens with the logit lens for the next message, if requested.
+        token_ids: Token ids for the next message.
+        prompt_ids: The prompt's token ids, for the first message.
+        readouts: Rows of readouts for the next message.
+        logprob: The sum over all its tokens.
+        ended: The engine has ended it.
+    """
+
+    index: int
+    request: Request
+    reader: AnswerReader | None = None
+    run: RunWriter | None = None
+    echo: Echo | None = None
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
+    scored: list[TokenLogprob] = field(default_factory=list)
+    lens: list[TokenLayers] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: tuple[int, ...] = ()
+    readouts: list[ReadoutRows] = field(default_factory=list)
+    logprob: float = 0.0
+    ended: bool = False
+
+    def add(self, text: str) -> None:
+        """Append the model's next text."""
+        if self.reader:
+            self._take(self.reader.add(text))
+        else:
+            self.text += text
+
+    def close(self) -> None:
+        """Append the text that the reader held back, at the end."""
+        if self.reader:
+            self._take(self.reader.close())
+
+    def _take(self, written: AnswerParts) -> None:
+        self.text += written.content
+        self.reasoning += written.reasoning
+        self.calls += written.tool_calls
+
+    def take_piece(self) -> Piece | None:
+        """The next message, or None; logprobs and lens of tokens whose text is held back wait with it."""
+        if not (self.text or self.reasoning or self.calls):
+            return None
+        piece = Piece(self.index, self.text, self.calls, reasoning=self.reasoning, **self.take_tokens())
+        self.text, self.reasoning, self.calls = "", "", ()
+        return piece
+
+    def take_tokens(self) -> dict[str, Any]:
+        """The fields of a message about the tokens since the last message."""
+        taken = {
+            "logprobs": tuple(self.scored),
+            "token_ids": tuple(self.token_ids),
+            "prompt_ids": self.prompt_ids,
+            "lens": tuple(self.lens) if self.request.lens else None,
+            "readouts": tuple(self.readouts),
+        }
+        self.readouts = []
+        self.scored, self.token_ids, self.prompt_ids, self.lens = [], [], (), []
+        return taken
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A running job.
+
+    Attributes:
+        job: The job.
+        choices: Its choices by engine request id.
+        messages: The queue of its messages.
+        open: Choices that have not sent `End`.
+        tasks: Choices that are ending.
+    """
+
+    job: Job
+    choices: Mapping[str, RunningChoice]
+    messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    open: int = 0
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def say(self, choice: RunningChoice) -> None:
+        """Send a choice's next message, if there is one."""
+        if piece := choice.take_piece():
+            self.messages.put_nowait(piece)
 
 
 class Delivery:
@@ -105,7 +220,7 @@ class Delivery:
         if job.token_ids:
             choice.token_ids.extend(delta.tokens)
         choice.readouts += delta.readouts
-        choice.logprob += sum(one.logprob for one in delta.logprobs)
+        choice.logprob += sum(token.logprob for token in delta.logprobs)
 
     def _written(self, event: Rows | Finished) -> None:
         """Report to the engine that recorded rows no longer need memory."""
@@ -147,9 +262,9 @@ class Delivery:
             "prompt_lens": self._prompt_lens(choice, event),
             "cached_tokens": event.cached,
         }
-        said = choice.take_tokens() | more
-        said |= {"edits": tuple(_edit_reports(choice.request.edits)), "stop_reason": event.stop_reason}
-        return End(choice.index, reason, len(event.prompt), tokens, run, **said, likeliness=likeliness)
+        fields = choice.take_tokens() | more
+        fields |= {"edits": tuple(_edit_reports(choice.request.edits)), "stop_reason": event.stop_reason}
+        return End(choice.index, reason, len(event.prompt), tokens, run, **fields, likeliness=likeliness)
 
     def _prompt_lens(self, choice: RunningChoice, event: Finished) -> tuple[TokenLayers, ...]:
         if choice.request.lens is None:
@@ -157,7 +272,7 @@ class Delivery:
         positions = [position for position, _ in event.prompt_lens]
         tokens = [event.prompt[position] for position in positions]
         seen = self._token_texts.seen(tokens, choice.request.lens, [layers for _, layers in event.prompt_lens])
-        return tuple(one._replace(position=position) for position, one in zip(positions, seen, strict=True))
+        return tuple(token._replace(position=position) for position, token in zip(positions, seen, strict=True))
 
     def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.tasks.discard(task)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from deployments.activations.facts import StoredRun, StoreError
+from deployments.activations.facts import RunLocation, StoreError
 from deployments.chat.token_texts import TextOffsets
 from deployments.engine.capture.buffer import joined
 from deployments.engine.capture.captured import Captured
@@ -32,7 +32,7 @@ class RunSender(Protocol):
     async def append(self, run: RunWriter, captured: Captured, part: int) -> None:
         """Send rows of an unfinished run."""
 
-    async def write(self, run: RunWriter, event: Finished, parts: int) -> StoredRun:
+    async def write(self, run: RunWriter, event: Finished, parts: int) -> RunLocation:
         """Send the last rows; they are durable when this returns."""
 
     def abandon(self, run: RunWriter) -> None:
@@ -44,8 +44,6 @@ class RunWriter:
 
     Args:
         runs: The replica's interface to the store.
-        job: The job of the choice.
-        request: The engine's request of the choice, with a `capture`.
         index: The choice's index in the job, prompt by prompt.
         offsets: The start of each token in the text so far.
 
@@ -54,7 +52,7 @@ class RunWriter:
         job: The job of the choice.
         number: The choice's index among those of its prompt.
         asked: The chat's messages, or a list of the completion's prompt alone.
-        request: The recorded request.
+        request: The engine's request of the choice, with a `capture`.
         sample_id: The client's id of the sample.
         tags: The client's tags.
         created: Arrival of the job in Unix seconds, plus the index in microseconds, so that runs are listed in the

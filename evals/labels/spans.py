@@ -15,7 +15,7 @@ from evals.task.records import since_prompt
 from evals.task.trajectory import Sample
 
 if TYPE_CHECKING:
-    from deployments.activations.segments.segments import WholeRun  # which imports torch
+    from deployments.activations.segments.segments import RunBatches  # which imports torch
 
 Span = tuple[int, int]  # the first, and the one after the last
 Message = dict[str, Any]
@@ -83,7 +83,7 @@ def token_span(part: Span, text: str, positions: np.ndarray, offsets: np.ndarray
     return (int(positions[0]) + first, int(positions[0]) + behind)
 
 
-def spans_of(run: "WholeRun", sample: Sample, turn: int, rule: Rule) -> dict[str, Span | None]:
+def spans_of(run: "RunBatches", sample: Sample, turn: int, rule: Rule) -> dict[str, Span | None]:
     """The parts of a stored run as tokens, by name; none where it was stored without its text or offsets.
 
     Args:

@@ -16,8 +16,7 @@ import torch
 from deployments.activations import read_run
 from deployments.activations.reader.row_index import RowIndex, index_rows
 from deployments.activations.reader.row_reader import RowReader
-from deployments.activations.reader.selection import by_schema
-from deployments.activations.reader.sources import segments
+from deployments.activations.reader.sources import by_schema, segments
 from deployments.activations.segments.schema import file_info, point_types
 from deployments.activations.segments.segments import whole_runs
 from deployments.points.names import recorded

@@ -14,10 +14,9 @@ import numpy as np
 
 from deployments.activations.facts import PointType, RunInfo
 from deployments.activations.reader.row_index import RowIndex, index_rows
-from deployments.activations.reader.selection import Wanted, by_schema, select
-from deployments.activations.reader.sources import segments
+from deployments.activations.reader.sources import Wanted, by_schema, segments, select
 from deployments.activations.segments.schema import file_info, point_types
-from deployments.activations.segments.segments import WholeRun
+from deployments.activations.segments.segments import RunBatches
 from deployments.options import home
 from deployments.points.names import recorded
 from evals.config import EvalError
@@ -225,7 +224,7 @@ def by_site(name: str) -> tuple[str, int, str]:
 
 
 def _example(
-    chosen: WholeRun, row: RunLabels, points: Sequence[str], tokens: Sequence[TokenColumn], grouped: bool
+    chosen: RunBatches, row: RunLabels, points: Sequence[str], tokens: Sequence[TokenColumn], grouped: bool
 ) -> Example | str:
     """A run as an example, or what it lacks."""
     facts = chosen.facts
@@ -266,7 +265,7 @@ def _rows(choice: TokenColumn, facts: RunInfo, row: RunLabels, positions: np.nda
     return (first, end) if end - first == wanted[1] - wanted[0] > 0 else None
 
 
-def _column(chosen: WholeRun, name: str) -> np.ndarray:
+def _column(chosen: RunBatches, name: str) -> np.ndarray:
     parts = [batch[name].to_numpy(zero_copy_only=False) for batch in chosen.batches]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deployments.activations import read_run, runs
 from deployments.activations.facts import RunInfo
 from deployments.collect import Collected, CollectError, collect
-from deployments.collect.examples import DataError
-from deployments.collect.work import Outcome
+from deployments.collect.examples import DataError, Outcome
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
 from deployments.options import DEMO

@@ -14,10 +14,9 @@ from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.reader.sources import files_of, find, is_run_id, locate, segments
-from deployments.activations.segments.batches import Batch, DamagedError
 from deployments.activations.segments.columns import to_patterns, to_tensor
 from deployments.activations.segments.schema import file_info
-from deployments.activations.segments.segments import WholeRun, whole_runs
+from deployments.activations.segments.segments import Batch, DamagedError, RunBatches, whole_runs
 from deployments.points.names import COLUMNS, recorded
 from deployments.points.patterns import Patterns
 
@@ -103,7 +102,7 @@ def read_run(
     )
 
 
-def values_of(run: WholeRun, point: str) -> torch.Tensor | Patterns:
+def values_of(run: RunBatches, point: str) -> torch.Tensor | Patterns:
     """A run's values at a point, `[rows, ...features]`; DamagedError if they are not all there."""
     kind, batches = run.types[point], _filled(run, ["position", point])
     if None not in kind.shape:
@@ -122,7 +121,7 @@ def runs(source: str | os.PathLike[str]) -> list[RunInfo]:
     return sorted(every, key=lambda facts: facts.created)
 
 
-def _matching(source: str | os.PathLike[str], run_id: str | None = None, offset: int = 0) -> Iterator[WholeRun]:
+def _matching(source: str | os.PathLike[str], run_id: str | None = None, offset: int = 0) -> Iterator[RunBatches]:
     """The whole runs of a source, or those of this id; `offset` is where in a file to start."""
     if run_id is not None and not offset:
         return find(source, run_id)
@@ -130,7 +129,7 @@ def _matching(source: str | os.PathLike[str], run_id: str | None = None, offset:
     return (run for run in runs if run_id in (None, run.facts.run_id))
 
 
-def _filled(run: WholeRun, columns: Sequence[str]) -> list[pa.RecordBatch]:
+def _filled(run: RunBatches, columns: Sequence[str]) -> list[pa.RecordBatch]:
     """These columns of the batches of a run that have rows."""
     return [batch.select(columns) for batch in run.batches if batch.num_rows]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deployments.activations import read_run
 from deployments.activations.index.index import Index
-from deployments.activations.segments.batches import DamagedError, batches_of
+from deployments.activations.segments.segments import DamagedError, batches_of
 from deployments.activations.segments.verify import verify
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns

@@ -9,8 +9,7 @@ import torch
 from deployments.activations import read_run, runs
 from deployments.activations.facts import SessionName, StoreError
 from deployments.activations.index.index import Index
-from deployments.activations.segments.batches import batches_of
-from deployments.activations.segments.segments import is_sealed
+from deployments.activations.segments.segments import batches_of, is_sealed
 
 POINT = "layers.0.output"
 SESSION = SessionName(None, "session")

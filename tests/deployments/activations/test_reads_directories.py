@@ -10,10 +10,9 @@ import pytest
 import torch
 from storing import store
 
-from deployments.activations import read_run, runs
+from deployments.activations import archive, read_run, runs
 from deployments.activations.__main__ import main
-from deployments.activations.export.exports import export
-from deployments.activations.files import buckets
+from deployments.activations.exports import export
 from deployments.activations.index.index import Index
 from deployments.activations.reader.sources import segments
 from deployments.activations.reader.tables import runs_table, table
@@ -112,7 +111,7 @@ def test_files_of_a_bucket_are_fetched_one_by_one_until_a_run_is_found(uploaded,
 
 
 def test_a_bucket_that_refuses_or_a_full_disk_is_said(uploaded, bucket, monkeypatch):
-    monkeypatch.setattr(buckets, "ATTEMPTS", 1)
+    monkeypatch.setattr(archive, "ATTEMPTS", 1)
     bucket.server.fails = lambda method, path: method == "GET" and path.endswith(".arrow")
     with pytest.raises(OSError, match="AWS Error"):
         table(uploaded())
@@ -137,7 +136,7 @@ def test_fsspec_reads_what_arrow_has_no_file_system_for(root, made):
     import fsspec
 
     memory = fsspec.filesystem("memory")
-    at = buckets.bucket("memory://store")
+    at = archive.bucket("memory://store")
     for path in root.glob("*/*/*.arrow"):
         at.put(str(path.relative_to(root)), path)
     try:
@@ -154,9 +153,9 @@ def test_fsspec_reads_what_arrow_has_no_file_system_for(root, made):
 
 def test_what_is_missing_for_a_bucket_is_named(monkeypatch):
     with pytest.raises(ValueError, match="nothing://x cannot be a store"):
-        buckets.bucket("nothing://x")
+        archive.bucket("nothing://x")
     with pytest.raises(ValueError, match="a URI must not contain keys"):
-        buckets.bucket("s3://id:key@bucket/x")
+        archive.bucket("s3://id:key@bucket/x")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(ValueError, match="install its package"):
-        buckets.bucket("az://container/x")
+        archive.bucket("az://container/x")

@@ -20,8 +20,7 @@ from deployments.activations.index.database import index_path
 from deployments.activations.index.index import Index
 from deployments.activations.reader import sources
 from deployments.activations.reader.tables import runs_table, table
-from deployments.activations.segments.batches import DamagedError, batches_of
-from deployments.activations.segments.segments import is_sealed, whole_runs
+from deployments.activations.segments.segments import DamagedError, batches_of, is_sealed, whole_runs
 from deployments.activations.segments.verify import verify
 
 POINT, ROWS, WIDTH = "layers.0.output", 37, 512

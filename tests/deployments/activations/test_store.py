@@ -18,7 +18,7 @@ from deployments.activations.facts import RunEnd, SessionName, StoreError
 from deployments.activations.filters import MOST_BYTES
 from deployments.activations.index.database import index_path
 from deployments.activations.limits import Retention
-from deployments.activations.segments.packing import Packed
+from deployments.activations.segments.schema import Packed
 from deployments.activations.writer import recovery
 from deployments.errors import RequestError
 from tests.waiting import until

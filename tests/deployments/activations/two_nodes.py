@@ -24,7 +24,7 @@ from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import SessionName, StoreError
 from deployments.activations.limits import Retention
-from deployments.activations.nodes.sharing import connect_writer, node_writers
+from deployments.activations.nodes import connect_writer, node_writers
 from deployments.errors import RequestError
 from tests.deployments.activations.killed_writer import SESSIONS, batches, made
 from tests.waiting import until

@@ -26,8 +26,7 @@ from deployments.engine.request import Delta, Finished, Request
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.messages import whole_calls
-from deployments.replica.delivery import SLICE, Delivery
-from deployments.replica.tickets import RunningChoice
+from deployments.replica.delivery import SLICE, Delivery, RunningChoice
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
 OURS = {

@@ -17,7 +17,7 @@ from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.facts import RunEnd
 from deployments.activations.reader.loading import read_run
-from deployments.activations.segments.packing import Packed
+from deployments.activations.segments.schema import Packed
 from deployments.engine.request import GREEDY, Sampling
 from deployments.job import Job
 from deployments.messages import End, Refusal

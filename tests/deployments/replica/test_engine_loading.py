@@ -105,11 +105,6 @@ def test_a_directory_where_the_replica_runs_is_no_model_by_its_relative_path(tmp
     assert refused(model=alibi) == (404, "model_id", "model_not_found")
 
 
-def test_a_models_directory_has_to_be_absolute():
-    with pytest.raises(ValueError, match="models_dir"):
-        Options(models_dir="here")
-
-
 def test_replicas_of_one_machine_divide_the_memory_for_keys_and_values(monkeypatch):
     monkeypatch.setattr("deployments.model.device_memory.free_bytes", lambda device: 1 << 30)
     monkeypatch.setattr("deployments.model.device_memory.reserved_for_others", lambda model: 0)
