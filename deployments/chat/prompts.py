@@ -55,17 +55,15 @@ class Prompts:
             text = self._chat.render(job.messages, job.tools, job.template_kwargs)
             self._check_length(text, "prompt")
             return [Prompt(self._chat.tokenize(text), text)]
-        found = []
+        prompts = []
         for number, prompt in enumerate(job.prompts):
             with naming(number, len(job.prompts)):
-                found.append(self._of_completion(prompt))
-        return found
-
-    def _of_completion(self, prompt: str | Sequence[int]) -> Prompt:
-        if not isinstance(prompt, str):
-            return Prompt(list(prompt))
-        self._check_length(prompt, "prompt")
-        return Prompt(self._ids(prompt, add_special_tokens=True), prompt)
+                if isinstance(prompt, str):
+                    self._check_length(prompt, "prompt")
+                    prompts.append(Prompt(self._ids(prompt, add_special_tokens=True), prompt))
+                else:
+                    prompts.append(Prompt(list(prompt)))
+        return prompts
 
     def echo(self, prompt: Prompt) -> Echo:
         """The prompt as an answer repeats it: as sent or, for token ids, decoded."""

@@ -45,9 +45,9 @@ class TokenTexts:
     ) -> list[TokenLayers]:
         """Tokens with the lens of the requested layers."""
 
-        def layer(number: int, one: LayerTokens) -> LayerTop:
-            top = tuple((id, self.of(id), logprob) for id, logprob in one.top)
-            return LayerTop(number, top, tuple((id, self.of(id), logprob, rank) for id, logprob, rank in one.targets))
+        def layer(number: int, lens: LayerTokens) -> LayerTop:
+            top = tuple((id, self.of(id), logprob) for id, logprob in lens.top)
+            return LayerTop(number, top, tuple((id, self.of(id), logprob, rank) for id, logprob, rank in lens.targets))
 
         return [
             TokenLayers(token, self.of(token), tuple(map(layer, asked.layers, layers)))
@@ -59,7 +59,7 @@ class TokenTexts:
     ) -> list[TokenLogprob]:
         """A prompt's tokens with their logprobs and offsets; the first token has no logprob."""
         first = TokenLogprob(ScoredToken(*self.of(tokens[0]), None), (), offsets[0])
-        placed = [one._replace(offset=offset) for one, offset in zip(logprobs, offsets[1:], strict=True)]
+        placed = [logprob._replace(offset=offset) for logprob, offset in zip(logprobs, offsets[1:], strict=True)]
         return [first, *self.scored(tokens[1:], placed)]
 
     def of(self, token: int) -> TokenText:

@@ -133,8 +133,8 @@ class Tokens(NamedTuple):
 
     def of(self, total: int) -> Sequence[int]:
         """All of them in a sequence of `total` tokens."""
-        found = self.within(0, total)
-        return found[-self.tail :] if self.tail else found
+        positions = self.within(0, total)
+        return positions[-self.tail :] if self.tail else positions
 
     def turn(self, position: int) -> int:
         """The index of a position among them."""
@@ -217,7 +217,7 @@ def _found(text: str, choice: TextPiece) -> list[int]:
     if choice.which != "all":
         at = text.rfind(choice.text) if choice.which == "last" else text.find(choice.text)
         return [at] if at >= 0 else []
-    return [found.start() for found in re.finditer(re.escape(choice.text), text)]
+    return [match.start() for match in re.finditer(re.escape(choice.text), text)]
 
 
 WORDS = f"{', '.join(NAMES)}, last:K, prompt_last:K, positions:K,K,..., from:A,to:B or text:WORDS"

@@ -13,9 +13,8 @@ from ray.exceptions import RayError
 from deployments.activations.facts import RunLocation, StoreError
 from deployments.chat.token_texts import TextOffsets
 from deployments.engine.capture.buffer import joined
-from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.row_sizes import RowSizes
-from deployments.engine.request import Finished, Request
+from deployments.engine.request import Captured, Finished, Request
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.messages import RunReport

@@ -12,8 +12,7 @@ from typing import Any
 
 from deployments.chat.prompts import Prompts
 from deployments.chat.reader import AnswerReader
-from deployments.chat.response_format import ResponseFormats
-from deployments.chat.template import ChatFormat
+from deployments.chat.template import ChatFormat, ResponseFormats
 from deployments.engine.engine import Engine
 from deployments.engine.request import LensLayers, Request
 from deployments.errors import RequestError, naming

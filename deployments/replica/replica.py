@@ -62,7 +62,7 @@ class ModelReplica:
         from deployments.chat.prompts import Prompts
         from deployments.chat.template import ChatFormat
         from deployments.chat.token_texts import TokenTexts
-        from deployments.places.structure import structure
+        from deployments.places.points import structure
         from deployments.replica.preparation import Preparation
         from deployments.replica.runs import Runs
 

@@ -18,9 +18,8 @@ from deployments.activations.facts import FileInfo, RunEnd, RunInfo, RunLocation
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.segments.schema import Packed
 from deployments.chat.token_texts import TextOffsets, TokenTexts
-from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.row_sizes import RowSizes
-from deployments.engine.request import Finished, Request
+from deployments.engine.request import Captured, Finished, Request
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.model.model import Model

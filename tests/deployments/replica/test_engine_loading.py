@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BloomConfig
 from benchmarks.common.measured_models import tokenizer
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
-from deployments.model.revision import revision_of
+from deployments.model.load import revision_of
 from deployments.options import Options
 from deployments.replica.engine_loading import _sharing, description, load_engine
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from deployments.activations import read_run
 from deployments.demo_model import WEIGHTS
-from deployments.model.revision import revision_of
+from deployments.model.load import revision_of
 from deployments.options import Options
 from evals.gsm8k.__main__ import main
 from evals.labels.table import labelled
