@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Rows
 from deployments.job import Job
-from deployments.messages import ChangedNorm, EditReport, End, Message, Refusal, TokenLayers
+from deployments.messages import ChangedNorm, EditReport, End, Entry, Message, Refusal
 from deployments.replica.tickets import RunningChoice, Ticket
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
@@ -86,7 +86,7 @@ class Delivery:
         elif isinstance(event, PromptLogprobs):
             assert choice.echo is not None
             prompt, offsets = choice.request.prompt, choice.echo.offsets
-            choice.scored.extend(self._token_texts.of_prompt(prompt, event.logprobs, offsets))
+            choice.piece.logprobs += self._token_texts.of_prompt(prompt, event.logprobs, offsets)
         elif isinstance(event, Rows):
             assert choice.run is not None
             choice.run.add(event.captured, functools.partial(self._written, event))
@@ -97,14 +97,15 @@ class Delivery:
             task.add_done_callback(functools.partial(self._ended, ticket))
 
     def _add(self, job: Job, choice: RunningChoice, delta: Delta) -> None:
+        piece = choice.piece
         if job.logprobs is not None:
             before = len(choice.echo.text) if choice.echo else 0
-            choice.scored.extend(self._token_texts.scored(delta.tokens, delta.logprobs, before))
-        if (lens := choice.request.lens) and lens.generated:
-            choice.lens.extend(self._token_texts.seen(delta.tokens, lens, delta.lens))
+            piece.logprobs += self._token_texts.scored(delta.tokens, delta.logprobs, before)
+        if piece.lens is not None and (lens := choice.request.lens) and lens.generated:
+            piece.lens += self._token_texts.lens(delta.tokens, lens, delta.lens)
         if job.token_ids:
-            choice.token_ids.extend(delta.tokens)
-        choice.readouts += delta.readouts
+            piece.token_ids += delta.tokens
+        piece.readouts += delta.readouts
         choice.logprob += sum(one.logprob for one in delta.logprobs)
 
     def _written(self, event: Rows | Finished) -> None:
@@ -121,9 +122,10 @@ class Delivery:
                     for at in range(0, len(event.rest.text), SLICE):
                         choice.add(event.rest.text[at : at + SLICE])
                         await asyncio.sleep(0)  # for the events of other requests
-                choice.readouts += event.readouts
+                choice.piece.readouts += event.readouts
                 choice.close()
-                ticket.say(choice)
+                if choice.request.streamed:  # its text does not wait for its activations
+                    ticket.say(choice)
             message = await self._last_message(ticket, choice, event)
         finally:
             self._written(event)
@@ -141,23 +143,27 @@ class Delivery:
         calls = choice.reader and choice.reader.called and event.reason == "stop"
         reason = "tool_calls" if calls else event.reason
         tokens = len(event.tokens)
-        likeliness = choice.logprob / max(1, tokens)
-        more = {
-            "norms": tuple(_norms(choice.request.edits)),
-            "prompt_lens": self._prompt_lens(choice, event),
-            "cached_tokens": event.cached,
-        }
-        said = choice.take_tokens() | more
-        said |= {"edits": tuple(_edit_reports(choice.request.edits)), "stop_reason": event.stop_reason}
-        return End(choice.index, reason, len(event.prompt), tokens, run, **said, likeliness=likeliness)
+        return End(
+            choice.take(),
+            reason,
+            len(event.prompt),
+            tokens,
+            run,
+            prompt_lens=self._prompt_lens(choice, event),
+            norms=tuple(_norms(choice.request.edits)),
+            likeliness=choice.logprob / max(1, tokens),
+            edits=tuple(_edit_reports(choice.request.edits)),
+            stop_reason=event.stop_reason,
+            cached_tokens=event.cached,
+        )
 
-    def _prompt_lens(self, choice: RunningChoice, event: Finished) -> tuple[TokenLayers, ...]:
+    def _prompt_lens(self, choice: RunningChoice, event: Finished) -> list[Entry]:
         if choice.request.lens is None:
-            return ()
+            return []
         positions = [position for position, _ in event.prompt_lens]
         tokens = [event.prompt[position] for position in positions]
-        seen = self._token_texts.seen(tokens, choice.request.lens, [layers for _, layers in event.prompt_lens])
-        return tuple(one._replace(position=position) for position, one in zip(positions, seen, strict=True))
+        entries = self._token_texts.lens(tokens, choice.request.lens, [layers for _, layers in event.prompt_lens])
+        return [{"position": position} | entry for position, entry in zip(positions, entries, strict=True)]
 
     def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.tasks.discard(task)

@@ -87,8 +87,8 @@ async def request(
     try:
         envelope = Envelope.model_validate_json(data)
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError([one | {"loc": ("body", "data", *one["loc"])} for one in wrong]) from error
+        details = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError([item | {"loc": ("body", "data", *item["loc"])} for item in details]) from error
     key = ModelKey.parse(envelope.model_key)
     sent = await jobs.send(key, await blob.read(), envelope.compress, envelope.env, envelope.session_id, who.owner)
     return sent.as_json
@@ -187,8 +187,8 @@ def _environment() -> dict[str, Any]:
         for distribution in distributions:
             imported.setdefault(distribution, []).append(name)
     packages = {
-        name: found.version
-        for found in importlib.metadata.distributions()
-        for name in imported.get(found.metadata["Name"], [found.metadata["Name"]])
+        name: installed.version
+        for installed in importlib.metadata.distributions()
+        for name in imported.get(installed.metadata["Name"], [installed.metadata["Name"]])
     }
     return {"python_version": sys.version, "packages": packages}

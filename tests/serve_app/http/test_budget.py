@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_app.http.budget import Budget
+from serve_app.http.paging import Budget
 
 
 async def settled() -> None:

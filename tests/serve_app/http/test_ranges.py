@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from deployments.activations.filters import FilePart
 from serve_app.http import ranges
 from serve_app.http.errors import install
-from serve_app.http.ranges import Ranged, page
+from serve_app.http.paging import Ranged, page
 
 BODY = bytes(range(100))
 
