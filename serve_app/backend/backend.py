@@ -182,7 +182,6 @@ class Backend:
 
 
 async def _exporters() -> list[str]:
-    """The addresses of all nodes' exporters."""
     return [
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         for node in await asyncio.to_thread(ray.nodes)

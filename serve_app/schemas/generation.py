@@ -12,7 +12,8 @@ from pydantic_core import PydanticCustomError
 from deployments.engine.request import MOST_LOGPROBS, Sampling
 from deployments.points.capture import MOST_PROMPTS
 from deployments.points.interventions import Variants
-from serve_app.schemas.base import MOST_TOKENS, LongText, Name, UnreadObject, WireModel, packed_ids
+from deployments.points.strict import Strict
+from serve_app.schemas.base import MOST_TOKENS, LongText, Name, UnreadObject, packed_ids
 from serve_app.schemas.messages import Messages
 from serve_app.schemas.presets import PresetName, Settings
 from serve_app.schemas.tools import NamedTool, TemplateKwargs, Tools
@@ -33,7 +34,7 @@ REFUSED_WITH_REASON = {
 }
 
 
-class StreamOptions(WireModel):
+class StreamOptions(Strict):
     """The contents of a stream in addition to its choices."""
 
     include_usage: bool = False

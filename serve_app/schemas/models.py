@@ -11,8 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from deployments.job import Text
 from deployments.options import Attention, Dtype
+from deployments.points.strict import Strict
 from deployments.savepoint import Savepoint
-from serve_app.schemas.base import MOST_TOKENS, LongText, TokenId, WireModel, packed_ids
+from serve_app.schemas.base import MOST_TOKENS, LongText, TokenId, packed_ids
 from serve_app.schemas.messages import Messages
 from serve_app.schemas.tools import TemplateKwargs, Tools
 
@@ -27,7 +28,7 @@ DeviceMap = (
 )
 
 
-class LoadRequest(WireModel):
+class LoadRequest(Strict):
     """`POST /models/load`.
 
     `model_id` names a repository or a model of the operator, never a path.
@@ -65,13 +66,13 @@ class LoadRequest(WireModel):
         return self.model_dump(mode="json", exclude={"model_id"}, exclude_unset=True)
 
 
-class UnloadRequest(WireModel):
+class UnloadRequest(Strict):
     """`POST /models/unload`."""
 
     model_id: str = Field(min_length=1, max_length=256)
 
 
-class TokenizeRequest(WireModel):
+class TokenizeRequest(Strict):
     """`POST /tokenize`: a prompt, or a chat as the model's template writes it."""
 
     model: str | None = Field(default=None, min_length=1, max_length=256)
@@ -108,7 +109,7 @@ class TokenizeRequest(WireModel):
         )
 
 
-class DetokenizeRequest(WireModel):
+class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: str | None = Field(default=None, min_length=1, max_length=256)

@@ -13,9 +13,10 @@ from deployments.activations.facts import check_session_id
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
 from deployments.points.logit_lens import LogitLens
+from deployments.points.strict import Strict
 from deployments.points.token_choices import AMBIGUOUS, Last
 from deployments.readouts.spec import AskedReadouts, Condition
-from serve_app.schemas.base import Name, TokenId, WireModel
+from serve_app.schemas.base import Name, TokenId
 from serve_app.schemas.tools import ResponseFormat
 
 NONE = "none"  # a request's word for no preset
@@ -27,7 +28,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasKey = Annotated[str, Field(max_length=10)]
 
 
-class Settings(WireModel):
+class Settings(Strict):
     """The fields that chats and completions share, without those that choose the model or the form of the answer."""
 
     max_tokens: int | None = Field(default=None, ge=0)

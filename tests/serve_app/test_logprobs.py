@@ -33,9 +33,9 @@ def ask(client, **fields):
     return client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields)
 
 
-def streamed(chunks, index=0):
-    """(text, logprobs) of one choice."""
-    mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+def streamed(chunks):
+    """(text, logprobs) of a stream."""
+    mine = [choice for chunk in chunks for choice in chunk.choices]
     text = "".join(choice.delta.content or "" for choice in mine)
     return text, [one for choice in mine if choice.logprobs for one in choice.logprobs.content]
 
