@@ -7,22 +7,11 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
 from deployments.job import Job
-from deployments.messages import (
-    CallPart,
-    ChangedNorm,
-    EditReport,
-    End,
-    Message,
-    Piece,
-    Refusal,
-    TokenLayers,
-    TokenLogprob,
-)
-from deployments.readouts.spec import ReadoutRows
+from deployments.messages import ChangedNorm, EditReport, End, Entry, Message, Piece, Refusal
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
     from deployments.chat.prompts import Echo
@@ -42,36 +31,20 @@ class RunningChoice:
     """One running sequence of a job, and its next message.
 
     Attributes:
-        index: The choice's index in the job.
         request: The engine's request.
+        piece: Its next message.
         reader: Finds reasoning and tool calls in its text.
         run: Receives its recorded rows.
         echo: The prompt at the start of its text.
-        text: Text to send next.
-        reasoning: Reasoning to send next.
-        calls: Parts of tool calls to send next.
-        scored: Tokens with logprobs for the next message.
-        lens: Tokens with the logit lens for the next message, if requested.
-        token_ids: Token ids for the next message.
-        prompt_ids: The prompt's token ids, for the first message.
-        readouts: Rows of readouts for the next message.
         logprob: The sum over all its tokens.
         ended: The engine has ended it.
     """
 
-    index: int
     request: Request
+    piece: Piece
     reader: AnswerReader | None = None
     run: RunWriter | None = None
     echo: Echo | None = None
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[CallPart, ...] = ()
-    scored: list[TokenLogprob] = field(default_factory=list)
-    lens: list[TokenLayers] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    prompt_ids: tuple[int, ...] = ()
-    readouts: list[ReadoutRows] = field(default_factory=list)
     logprob: float = 0.0
     ended: bool = False
 
@@ -80,7 +53,7 @@ class RunningChoice:
         if self.reader:
             self._take(self.reader.add(text))
         else:
-            self.text += text
+            self.piece.text += text
 
     def close(self) -> None:
         """Append the text that the reader held back, at the end."""
@@ -88,29 +61,13 @@ class RunningChoice:
             self._take(self.reader.close())
 
     def _take(self, written: AnswerParts) -> None:
-        self.text += written.content
-        self.reasoning += written.reasoning
-        self.calls += written.tool_calls
+        self.piece.text += written.content
+        self.piece.reasoning += written.reasoning
+        self.piece.tool_calls += written.tool_calls
 
-    def take_piece(self) -> Piece | None:
-        """The next message, or None; logprobs and lens of tokens whose text is held back wait with it."""
-        if not (self.text or self.reasoning or self.calls):
-            return None
-        piece = Piece(self.index, self.text, self.calls, reasoning=self.reasoning, **self.take_tokens())
-        self.text, self.reasoning, self.calls = "", "", ()
-        return piece
-
-    def take_tokens(self) -> dict[str, Any]:
-        """The fields of a message about the tokens since the last message."""
-        taken = {
-            "logprobs": tuple(self.scored),
-            "token_ids": tuple(self.token_ids),
-            "prompt_ids": self.prompt_ids,
-            "lens": tuple(self.lens) if self.request.lens else None,
-            "readouts": tuple(self.readouts),
-        }
-        self.readouts = []
-        self.scored, self.token_ids, self.prompt_ids, self.lens = [], [], (), []
+    def take(self) -> Piece:
+        """The next message, and begin another."""
+        taken, self.piece = self.piece, Piece(self.piece.index, lens=None if self.piece.lens is None else [])
         return taken
 
 
@@ -133,9 +90,9 @@ class Ticket:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def say(self, choice: RunningChoice) -> None:
-        """Send a choice's next message, if there is one."""
-        if piece := choice.take_piece():
-            self.messages.put_nowait(piece)
+        """Send a choice's next message if it has text; logprobs and lens of tokens whose text is held back wait."""
+        if choice.piece.text or choice.piece.reasoning or choice.piece.tool_calls:
+            self.messages.put_nowait(choice.take())
 
 
 class Delivery:
@@ -201,7 +158,7 @@ class Delivery:
         elif isinstance(event, PromptLogprobs):
             assert choice.echo is not None
             prompt, offsets = choice.request.prompt, choice.echo.offsets
-            choice.scored.extend(self._token_texts.of_prompt(prompt, event.logprobs, offsets))
+            choice.piece.logprobs += self._token_texts.of_prompt(prompt, event.logprobs, offsets)
         elif isinstance(event, Rows):
             assert choice.run is not None
             choice.run.add(event.captured, functools.partial(self._written, event))
@@ -212,15 +169,16 @@ class Delivery:
             task.add_done_callback(functools.partial(self._ended, ticket))
 
     def _add(self, job: Job, choice: RunningChoice, delta: Delta) -> None:
+        piece = choice.piece
         if job.logprobs is not None:
             before = len(choice.echo.text) if choice.echo else 0
-            choice.scored.extend(self._token_texts.scored(delta.tokens, delta.logprobs, before))
-        if (lens := choice.request.lens) and lens.generated:
-            choice.lens.extend(self._token_texts.seen(delta.tokens, lens, delta.lens))
+            piece.logprobs += self._token_texts.scored(delta.tokens, delta.logprobs, before)
+        if piece.lens is not None and (lens := choice.request.lens) and lens.generated:
+            piece.lens += self._token_texts.lens(delta.tokens, lens, delta.lens)
         if job.token_ids:
-            choice.token_ids.extend(delta.tokens)
-        choice.readouts += delta.readouts
-        choice.logprob += sum(token.logprob for token in delta.logprobs)
+            piece.token_ids += delta.tokens
+        piece.readouts += delta.readouts
+        choice.logprob += sum(one.logprob for one in delta.logprobs)
 
     def _written(self, event: Rows | Finished) -> None:
         """Report to the engine that recorded rows no longer need memory."""
@@ -236,9 +194,10 @@ class Delivery:
                     for at in range(0, len(event.rest.text), SLICE):
                         choice.add(event.rest.text[at : at + SLICE])
                         await asyncio.sleep(0)  # for the events of other requests
-                choice.readouts += event.readouts
+                choice.piece.readouts += event.readouts
                 choice.close()
-                ticket.say(choice)
+                if choice.request.streamed:  # its text does not wait for its activations
+                    ticket.say(choice)
             message = await self._last_message(ticket, choice, event)
         finally:
             self._written(event)
@@ -256,23 +215,27 @@ class Delivery:
         calls = choice.reader and choice.reader.called and event.reason == "stop"
         reason = "tool_calls" if calls else event.reason
         tokens = len(event.tokens)
-        likeliness = choice.logprob / max(1, tokens)
-        more = {
-            "norms": tuple(_norms(choice.request.edits)),
-            "prompt_lens": self._prompt_lens(choice, event),
-            "cached_tokens": event.cached,
-        }
-        fields = choice.take_tokens() | more
-        fields |= {"edits": tuple(_edit_reports(choice.request.edits)), "stop_reason": event.stop_reason}
-        return End(choice.index, reason, len(event.prompt), tokens, run, **fields, likeliness=likeliness)
+        return End(
+            choice.take(),
+            reason,
+            len(event.prompt),
+            tokens,
+            run,
+            prompt_lens=self._prompt_lens(choice, event),
+            norms=tuple(_norms(choice.request.edits)),
+            likeliness=choice.logprob / max(1, tokens),
+            edits=tuple(_edit_reports(choice.request.edits)),
+            stop_reason=event.stop_reason,
+            cached_tokens=event.cached,
+        )
 
-    def _prompt_lens(self, choice: RunningChoice, event: Finished) -> tuple[TokenLayers, ...]:
+    def _prompt_lens(self, choice: RunningChoice, event: Finished) -> list[Entry]:
         if choice.request.lens is None:
-            return ()
+            return []
         positions = [position for position, _ in event.prompt_lens]
         tokens = [event.prompt[position] for position in positions]
-        seen = self._token_texts.seen(tokens, choice.request.lens, [layers for _, layers in event.prompt_lens])
-        return tuple(token._replace(position=position) for position, token in zip(positions, seen, strict=True))
+        entries = self._token_texts.lens(tokens, choice.request.lens, [layers for _, layers in event.prompt_lens])
+        return [{"position": position} | entry for position, entry in zip(positions, entries, strict=True)]
 
     def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.tasks.discard(task)

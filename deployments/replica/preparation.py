@@ -19,6 +19,7 @@ from deployments.errors import RequestError, naming
 from deployments.interventions.resolve import EditResolver
 from deployments.interventions.stored_tensors import FetchedTensors, StoredTensors
 from deployments.job import Job
+from deployments.messages import Piece
 from deployments.options import Options
 from deployments.places.points import Points
 from deployments.points.capture import MOST_INLINE_VALUES, Capture
@@ -156,9 +157,9 @@ class Preparation:
                     self._engine.check(request)
                     echo = self._prompts.echo(prompt) if job.echo else None
                 run = self._runs.open(job, request, index) if job.capture else None
-                said = tuple(prompt.ids) if job.token_ids else ()
-                choice = RunningChoice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
-                choices[request.id] = choice
+                prompt_ids = tuple(prompt.ids) if job.token_ids else ()
+                first = Piece(index, echo.text if echo else "", prompt_ids=prompt_ids, lens=[] if seen else None)
+                choices[request.id] = RunningChoice(request, first, reader, run, echo)
         requests = [choice.request for choice in choices.values()]
         self._runs.check(requests)
         self._lens_resolver.check(requests)

@@ -211,16 +211,6 @@ def test_a_page_of_a_session_has_the_files_of_its_runs(served):
     httpx.delete(url, timeout=60)
 
 
-def test_sessions_are_paged(served):
-    for name in ("paged-a", "paged-b", "paged-c"):
-        chat(served, store_activations=True, session_id=name, max_tokens=1)
-    page = httpx.get(
-        f"{served.base_url}/activations/sessions", params={"limit": 2, "after": "paged-"}, timeout=60
-    ).json()
-    assert [session["id"] for session in page["data"]] == ["paged-a", "paged-b"]
-    assert page["has_more"]
-
-
 @pytest.fixture(scope="module")
 def experiment(served):
     """The ids of three runs in two sessions, the oldest first: of the samples q1 to q3, the last one a treatment's."""
@@ -275,16 +265,6 @@ def test_of_sessions_the_runs_that_fit_are_counted(served, experiment):
     assert [(one["id"], one["runs"], one["models"]) for one in listed] == [("filters-a", 2, [MODEL])]
     listed = get(served, "sessions", sample_id="q2").json()["data"]
     assert [(one["id"], one["runs"]) for one in listed] == [("filters-a", 1)]
-
-
-def test_a_sessions_runs_come_in_pages_where_that_is_asked(served, experiment):
-    whole = get(served, "session/filters-a").json()
-    assert [run["run_id"] for run in whole["runs"]] == experiment[:2]
-    assert whole["has_more"] is False
-    page = get(served, "session/filters-a", limit=1).json()
-    assert page["has_more"] is True
-    assert page["runs"] == whole["runs"][:1]
-    assert get(served, "session/filters-a", limit=1, after=experiment[0]).json()["runs"] == whole["runs"][1:]
 
 
 @pytest.mark.parametrize(

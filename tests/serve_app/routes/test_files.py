@@ -21,7 +21,7 @@ from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.segments.columns import to_batch, to_tensor
 from deployments.activations.segments.schema import point_types
 from deployments.points.patterns import Patterns
-from serve_app.http.ranges import PAGE_BYTES
+from serve_app.http.paging import PAGE_BYTES
 from vitrine.runs.files import head_length, stream_of
 
 POINT, WEIGHTS, OTHER = "layers.1.output", "layers.1.attention.weights", "norm.output"

@@ -117,12 +117,6 @@ def test_what_cannot_be_is_refused_by_the_name_of_its_field(post, route, body, s
     assert (answer.status_code, error["param"]) == (status, param), error
 
 
-def test_half_of_a_surrogate_pair_is_no_text(served):
-    body, headers = json.dumps({"prompt": "half \ud800"}).encode(), {"content-type": "application/json"}
-    answer = httpx.post(f"{served.root}/tokenize", content=body, headers=headers, timeout=60)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, None)
-
-
 def test_an_answer_may_be_larger_than_grpcs_usual_messages(served):
     longest = max(AutoTokenizer.from_pretrained(WEIGHTS).get_vocab().items(), key=lambda item: len(item[0]))
     body = {"tokens": [longest[1]] * 400_000}
