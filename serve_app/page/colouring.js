@@ -83,17 +83,16 @@ export function colouring(app, { code, stored = false, onchange }) {
     }
   }
 
-  const note = (strip, request) => code.note(`The colour of ${quoted(strip.getAttribute("aria-label"))}`, request);
-
   /** A number for each token, unless the tokens have them; remarks are added to `notes`. */
   async function numbersOf(strip, text, signal, notes) {
     if (by.value in OWN) {
       if (stored && !strip.tokens.some(({ logprob }) => logprob !== undefined)) throw new Error("Probabilities are not stored with runs: press “Score the tokens now”.");
       return [];
     }
+    const note = (request) => code.note(`The colour of ${quoted(strip.getAttribute("aria-label"))}`, request);
     const computes = () => stored && notes.push("Computed now, with interventions left out.");
     const what = { chosen: needs().readout ? chosen() : null, point: point.value.trim(), direction: needs().direction ? direction.value : null };
-    return valuesOf(text, strip.tokens.length, what, { note: (request) => note(strip, request), computes, signal });
+    return valuesOf(text, strip.tokens.length, what, { note, computes, signal });
   }
 
   function apply(strip, text) {

@@ -1,10 +1,8 @@
 // Elements without markup: text is only inserted as text, which the Content-Security-Policy enforces as well.
 
 /**
- * Makes an element.
- * @param {string} tag
- * @param {Object} props Properties; `class`, `role`, `for`, `aria-...` and `data-...` are set as attributes, `on...` listens.
- * @param {...(Node|string|null|Array)} children Strings become text.
+ * Makes an element. Of `props`, `class`, `role`, `for`, `aria-...` and `data-...` are set as attributes, `on...` listens,
+ * others are properties. Of `children`, strings become text.
  */
 export function h(tag, props = {}, ...children) {
   const made = document.createElement(tag);

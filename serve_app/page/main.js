@@ -196,13 +196,11 @@ server.addEventListener("back", () => {
 });
 
 let timer = 0;
+/** Checks later, while the page is visible, for a server that is away or a model that is not served. */
 function soon() {
   clearTimeout(timer);
-  timer = setTimeout(lookAgain, AGAIN_MS);
+  timer = setTimeout(() => (document.hidden ? soon() : know(true)), AGAIN_MS);
 }
-
-/** While the page is visible, checks for a server that is away and for a model that is not served. */
-const lookAgain = () => (document.hidden ? soon() : know(true));
 
 nav.append(...Object.entries(VIEWS).map(([name, [title]]) => h("a", { href: `#${name}`, "data-view": name, onclick: keepState }, title)));
 

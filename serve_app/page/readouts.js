@@ -3,7 +3,7 @@
 import { address, get } from "./api.js";
 import { button, choose, empty, errorNote, field, fill, h, keepingFocus, newId, number, table, visible } from "./dom.js";
 import { readouts, scores, scoresBody, span, storedSessions, storedTokens, tokenized } from "./recompute.js";
-import { columns, legend, mostOf, paint, scoreScale, titleOf, valueOf } from "./scales.js";
+import { columns, legend, paint, scoreScale, titleOf, valueOf } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { work } from "./work.js";
 import "./code.js";
@@ -131,7 +131,8 @@ export function view(app) {
     clear();
     if (session.placeholder !== NONE) session.value ||= session.placeholder;
     if (!session.value) {
-      status.textContent = `No run of ${readout().model} is stored. A chat stores its activations where “Store activations with the answer” is checked.`;
+      const what = session.placeholder === NONE ? `No run of ${readout().model} is stored.` : "Name a session.";
+      status.textContent = `${what} A chat stores its activations where “Store activations with the answer” is checked.`;
       return;
     }
     app.changed();
@@ -178,7 +179,7 @@ export function view(app) {
 
   function draw() {
     const [one, at] = sought;
-    const of = scoreScale(one, at, mostOf(best.map(({ score }) => score)));
+    const of = scoreScale(one, at, Math.max(...best.map(({ score }) => Math.abs(score))));
     const text = (found) => {
       const piece = (from, to) => found.texts.slice(Math.max(from, 0), to).map(visible).join("");
       const token = h("mark", {}, visible(found.texts[found.at]));

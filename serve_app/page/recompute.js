@@ -97,11 +97,10 @@ export const again = (interventions, offset) => (end) => ({
 
 const placed = (tokens, offset, end) => ({ all: "all", prompt: { from: 0, to: offset }, prompt_last: { from: offset - 1, to: offset }, generated: { from: offset, to: end } })[tokens] ?? { from: tokens.from, to: end };
 
-const nothing = () => ({});
 const upTo = (ids, positions) => ids.slice(0, Math.max(...positions) + 1);
 
 /** The request for rows of a point at some positions, inline in the answer; `more(end)` adds fields for its `end` tokens. */
-export const rowsBody = (model, ids, points, positions, more = nothing) => ({
+export const rowsBody = (model, ids, points, positions, more = () => ({})) => ({
   model,
   prompt: upTo(ids, positions),
   max_tokens: 0,
@@ -120,7 +119,7 @@ export async function rows(model, ids, points, positions, signal, more) {
 }
 
 /** The request for a readout's values at some positions; `more` as in `rowsBody`. */
-export const scoresBody = (model, ids, { name, kind, values }, positions, more = nothing) => ({
+export const scoresBody = (model, ids, { name, kind, values }, positions, more = () => ({})) => ({
   model,
   prompt: upTo(ids, positions),
   max_tokens: 0,

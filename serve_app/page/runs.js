@@ -50,13 +50,10 @@ export function view(app) {
   const previewing = work({ trouble: h("div") }); // the texts of the listed runs, without which the list is of use, too
   const pins = pinning(app.changed); // of the open run
 
-  const filled = () => ({
-    model: filters.model.value,
-    tag: filters.tag.value,
-    sample_id: filters.sample_id.value,
-    since: seconds(filters.since.value),
-    until: seconds(filters.until.value),
-  });
+  const filled = () => {
+    const given = Object.entries(filters).filter(([, { value }]) => value);
+    return Object.fromEntries(given.map(([name, { type, value }]) => [name, type === "datetime-local" ? new Date(value).getTime() / 1000 : value]));
+  };
 
   /** Runs a step that reads from the server and shows the result. */
   function reads(step) {
@@ -72,7 +69,7 @@ export function view(app) {
     previewing.end();
     opened.replaceChildren();
     return reads(async (signal) => {
-      code.note("Sessions", { method: "GET", path: "v1/activations/sessions", query: sent({ ...filled(), limit: 1000 }) });
+      code.note("Sessions", { method: "GET", path: "v1/activations/sessions", query: { ...filled(), limit: 1000 } });
       const found = await storedSessions(filled(), signal);
       if (!found.length) return held.replaceChildren(empty("Nothing is stored that fits. A chat stores its activations where “Store activations with the answer” is checked; every request does with a capture."));
       const row = (one) => [button(one.id, () => openSession(one.id), { class: "link" }), time(one.updated), String(one.runs), String(one.tokens), size(one.bytes), one.models.join(", "), one.pinned ? "pinned" : "", button("Delete", () => remove(one), { "aria-label": `Delete ${one.id}` })];
@@ -80,7 +77,6 @@ export function view(app) {
         table("Sessions, the last used first", ["Session", "Last run", "Runs", "Tokens", "Bytes", "Models", "Pin", "Delete"], found.slice(first, first + SHOWN).map(row)),
         h("p", { class: "row" }, first ? button("From the beginning", () => listSessions()) : null, first + SHOWN < found.length ? button("More", () => listSessions(first + SHOWN)) : null),
       );
-      return null;
     });
   }
 
@@ -112,9 +108,9 @@ export function view(app) {
   }
 
   async function showSession(after, signal) {
-    const query = { ...filled(), session, limit: SHOWN, after };
+    const query = { ...filled(), session, limit: SHOWN, ...(after ? { after } : {}) };
     const { data, has_more: more } = await get("v1/activations/runs", query, signal);
-    code.note("Runs", { method: "GET", path: "v1/activations/runs", query: sent(query) });
+    code.note("Runs", { method: "GET", path: "v1/activations/runs", query });
     const boxes = new Map();
     const compare = button("Compare the two", () => {
       const [one, two] = [...boxes].filter(([, box]) => box.checked).map(([id]) => id);
@@ -287,9 +283,7 @@ export function view(app) {
   };
 }
 
-const sent = (query) => Object.fromEntries(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined));
 const tagsOf = ({ tags }) => visible(Object.entries(tags).map(([name, value]) => `${name}=${value}`).join(", "));
-const seconds = (text) => (text ? new Date(text).getTime() / 1000 : "");
 const time = (unix) => new Date(unix * 1000).toLocaleString();
 const size = (count) => (count < 1e6 ? `${number(count / 1e3)} kB` : count < 1e9 ? `${number(count / 1e6)} MB` : `${number(count / 1e9)} GB`);
 
@@ -300,7 +294,9 @@ function downloads(session, run, trouble) {
       const files = await filesOf(session, run, signal);
       for (const [i, [name, file]] of files.entries()) {
         const progress = (have, whole) => (start.textContent = `${Math.round((100 * (i + have / whole)) / files.length)}%`);
-        save(await bytes(...file, { signal, progress }), name);
+        const link = h("a", { href: URL.createObjectURL(await bytes(...file, { signal, progress })), download: name });
+        link.click();
+        setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
       }
     });
     start.textContent = "Download";
@@ -318,10 +314,4 @@ async function filesOf(session, run, signal) {
     if (!more) return [...found.values()];
     after = data.at(-1).run_id;
   }
-}
-
-function save(blob, name) {
-  const link = h("a", { href: URL.createObjectURL(blob), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }

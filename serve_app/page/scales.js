@@ -112,5 +112,3 @@ export function reach(values) {
   const clipped = usual > 0 && largest > 3 * usual;
   return { most: clipped ? usual : largest, clipped };
 }
-
-export const mostOf = (values) => values.reduce((most, value) => (Number.isFinite(value) ? Math.max(most, Math.abs(value)) : most), 0);

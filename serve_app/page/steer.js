@@ -95,7 +95,6 @@ export function view(app) {
     const [linear, chosen] = [named(probe.value.split("/")[0]), named(sae.value)];
     byProbe.querySelector("small").textContent = linear ? `at ${linear.point}` : HOW;
     byFeature.querySelector("small").textContent = chosen ? `at ${chosen.point}, ${chosen.values} features` : HOW;
-    return null;
   }
 
   const named = (name) => installed.find((one) => one.name === name);

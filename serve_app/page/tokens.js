@@ -221,11 +221,10 @@ export function details(token, index, scores = []) {
   const facts = [["Position", String(index)]];
   if (token.id !== undefined) facts.push(["Token id", String(token.id)]);
   if (token.logprob !== undefined) facts.push(["Probability", percent(Math.exp(token.logprob))]);
-  if (token.top?.length) facts.push([`Entropy, at least`, `${entropy(token).toFixed(2)} bits`]);
-  facts.push(...scores);
+  if (token.top?.length) facts.push(["Entropy, at least", `${entropy(token).toFixed(2)} bits`]);
   return [
     h("h2", { class: "token-name" }, named(token.text)),
-    h("dl", {}, ...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    h("dl", {}, ...[...facts, ...scores].flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     ...(token.top?.length ? [ranking("Likeliest here", token.top, token.text)] : []),
   ];
 }

@@ -229,13 +229,6 @@ def test_ids_of_a_text_that_was_typed_over_are_in_no_link(opened):
     assert other.locator(".chosen").count() == 0
 
 
-def test_an_example_is_read_where_no_text_was_typed(opened):
-    page = opened("#attention")
-    page.get_by_role("button", name="Show the heads").click()
-    expect(page.get_by_role("button", name="head 0")).to_be_visible()
-    expect(page.get_by_label("Text")).to_have_value(re.compile("^When Mary and John"))
-
-
 def test_a_model_without_attention_patterns_says_what_to_start_it_with(opened):
     page = opened("#attention")
     refused = {"message": "it gives none", "code": "no_attention_patterns", "param": "capture.points"}
@@ -393,8 +386,6 @@ def test_two_runs_are_compared_token_by_token_in_light_and_dark(opened, served, 
     light = tokens.first.evaluate("one => getComputedStyle(one).backgroundColor")
     page.emulate_media(color_scheme="dark")
     expect(tokens.first).not_to_have_css("background-color", light)
-    page.emulate_media(color_scheme="light")
-    expect(tokens.first).to_have_css("background-color", light)
     accessible(page, "compare")
 
 
@@ -484,6 +475,8 @@ def test_no_view_breaks_a_rule_of_accessibility(opened, accessible, served):
     ask(page)
     options(page).nth(1).click()
     accessible(page, "chat")
+    strongest = page.locator("main .legend").first.locator(".swatch").last  # of 100% in both views
+    in_chat = strongest.evaluate("one => one.style.backgroundColor")
     page.get_by_role("button", name="Lens grid").click()
     cell = page.get_by_role("gridcell").last
     expect(cell).to_have_attribute("aria-label", re.compile("%$"))
@@ -491,6 +484,7 @@ def test_no_view_breaks_a_rule_of_accessibility(opened, accessible, served):
     page.get_by_role("button", name="Patch it there").click()
     expect(page.locator(".patched [role=status]")).to_contain_text("answer")
     accessible(page, "lens")
+    assert strongest.evaluate("one => one.style.backgroundColor") == in_chat
     page.get_by_role("link", name="Chat").click()
     page.get_by_role("button", name="Attention").click()
     expect(page.get_by_role("button", name="head 0")).to_be_visible()
