@@ -22,7 +22,7 @@ TEXTS = ("Tom has 3 boxes of 4 pens.", "Ann reads a book about the sea.", "Sam h
 
 @pytest.fixture(scope="module")
 def installed(served, install):
-    """A probe of two values, an autoencoder, and a session of three runs; their tokens with the autoencoder's values."""
+    """A probe of two values, an autoencoder, and a session of three runs; their tokens with its values."""
     random = torch.Generator().manual_seed(3)
     weight = torch.randn(2, WIDTH, generator=random) / 2000
     probe = {"name": "page-probe", "kind": "linear", "activation": "sigmoid", "labels": ["sum", "<b>"]}
@@ -37,7 +37,8 @@ def installed(served, install):
         body |= {"capture": {"points": [POINT]}, "readouts": ["page-probe", {"name": "page-sae", "top_k": FEATURES}]}
         (choice,) = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()["choices"]
         rows = choice["readouts"]["page-sae"]["prompt"]["values"]
-        said += zip(choice["prompt_token_ids"], [{one["feature"]: one["value"] for one in row} for row in rows], strict=True)
+        for token, row in zip(choice["prompt_token_ids"], rows, strict=True):
+            said.append((token, {one["feature"]: one["value"] for one in row}))
     return said
 
 
@@ -55,8 +56,7 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
     page.get_by_role("button", name="page-sae").press("Enter")
     expect(page.get_by_role("heading", name="page-sae")).to_be_focused()
     expect(page.locator(".facts")).to_contain_text(DESCRIPTION)
-    _, last = installed[-1]
-    feature = max(last, key=last.__getitem__)
+    feature = max(installed[-1][1], key=installed[-1][1].__getitem__)
     want = dict(sorted((token, row[feature]) for token, row in installed if row.get(feature, 0) > 0))
     page.get_by_label("Feature", exact=True).fill(str(feature))
     page.get_by_label("Session").fill(SESSION)
@@ -265,7 +265,6 @@ def test_both_answers_of_steering_are_coloured_by_a_readout_of_each(opened, serv
     expect(page.get_by_text("Reading the values")).to_be_hidden()
     expect(page.locator("request-code strong", has_text="The colour of")).to_have_count(2)
     (again,) = (one for one in requests if "interventions" in one)  # the steered answer once more, with its change
-    offset = len(answers[1]["prompt"])
     assert again["interventions"][0]["tokens"] == {"from": 1, "to": len(again["prompt"])}
     body = again | {"readouts": [{"name": "page-probe", "tokens": again["readouts"][0]["tokens"]}]}
     answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()
