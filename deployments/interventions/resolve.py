@@ -17,7 +17,7 @@ from deployments.places.hook_site import Point
 from deployments.places.points import Points
 from deployments.points.capture import Features
 from deployments.points.interventions import Add, Change, ChangeFeature, Clamp, Intervention, ProjectOut, Replace, Scale
-from deployments.points.token_choices import Ends, Positions, TokenChoice, placed, resolve_ahead
+from deployments.points.token_choices import Ends, Positions, TokenChoice, farthest, placed, resolve_ahead
 from deployments.readouts.resolver import ReadoutResolver
 
 
@@ -227,6 +227,6 @@ def _fitted(
 
 def _tokens(choice: TokenChoice, prompt: int, most: int, field: str) -> Tokens:
     tokens = resolve_ahead(choice, prompt, most, field)
-    if isinstance(choice, Positions) and max(choice.positions) >= most:
+    if farthest(choice) >= most:
         raise RequestError(f"prompt and answer have positions 0 to {most - 1}", field)
     return tokens

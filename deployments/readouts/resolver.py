@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from deployments.errors import RequestError
 from deployments.places.hook_site import Point
 from deployments.places.points import Points
-from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve
+from deployments.points.token_choices import Ends, Tokens, farthest, placed, resolve
 from deployments.readouts.gates import Gate, Source
 from deployments.readouts.sequence import ResolvedReadout
 from deployments.readouts.spec import DEFAULT_TOP_K, AskedReadout, Condition
@@ -68,7 +68,7 @@ class ReadoutResolver:
                 raise RequestError(f"{one.name} has no features to choose from: leave top_k out", f"{field}.top_k")
             choice = placed(one.tokens, ends, f"{field}.tokens")
             tokens = resolve(choice, prompt, f"{field}.tokens")
-            if isinstance(choice, Positions) and max(choice.positions) >= most:
+            if farthest(choice) >= most:
                 raise RequestError(f"prompt and answer have positions 0 to {most - 1}", f"{field}.tokens")
             found.append(ResolvedReadout(source, tokens, (one.top_k or DEFAULT_TOP_K) if is_sae else None))
         return tuple(found)

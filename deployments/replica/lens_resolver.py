@@ -9,7 +9,7 @@ from deployments.errors import RequestError
 from deployments.places.points import Points
 from deployments.points.capture import MOST_INLINE_VALUES
 from deployments.points.logit_lens import LogitLens
-from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve_ahead
+from deployments.points.token_choices import Ends, Tokens, Window, farthest, placed, resolve_ahead
 
 MOST_ENTRIES = MOST_INLINE_VALUES // 10  # of an answer; an entry is an object with text
 
@@ -65,11 +65,12 @@ class LensResolver:
         field = "logit_lens.tokens"
         choice = placed(spec.tokens or ("generated" if new else "prompt_last"), ends, field)
         tokens = resolve_ahead(choice, prompt, prompt + new, field)
-        if isinstance(choice, Positions) and max(choice.positions) >= prompt:
+        if farthest(choice) >= prompt:
             raise RequestError(f"the prompt has tokens 0 to {prompt - 1}; generated tokens come after them", field)
         among = tokens.of(prompt)
         chosen = Tokens(among[0], among[-1] + 1, tokens.few) if among else Tokens(0, 0)
-        return lens._replace(prompt=chosen, generated=choice in ("all", "generated"))
+        is_open = isinstance(choice, Window) and choice.to is None
+        return lens._replace(prompt=chosen, generated=is_open or choice in ("all", "generated"))
 
     def _target(self, target: str | int, field: str) -> int:
         if isinstance(target, int):

@@ -16,7 +16,7 @@ import "./code.js";
 const KINDS = [["prompts", "difference of two prompts"], ["probe", "a probe"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
 const NONE = [["", "none is installed"]];
 const HOW = "the view Readouts says how to install one";
-const TOKENS = [["generated", "the answer’s tokens"], ["all", "all tokens"], ["prompt", "the prompt’s tokens"], ["prompt_last", "the prompt’s last token"]];
+const TOKENS = [["generated", "the answer’s tokens"], ["all", "all tokens but the first"], ["prompt", "the prompt’s tokens but the first"], ["prompt_last", "the prompt’s last token"]];
 
 export function view(app) {
   const from = source({ text: "I went to the park and", label: "Prompt", max: 60, onchange: () => (pins.write(), app.changed()) });
@@ -119,9 +119,9 @@ export function view(app) {
   async function direction(model, signal) {
     if (kind.value === "feature") {
       if (!sae.value) throw new Error(`No autoencoder of this model is installed: ${HOW}.`);
-      return [{ op: "add", sae: sae.value, feature: feature.valueAsNumber || 0, value: value.valueAsNumber || 0, tokens: tokens.value }];
+      return [{ op: "add", sae: sae.value, feature: feature.valueAsNumber || 0, value: value.valueAsNumber || 0 }];
     }
-    const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: tokens.value };
+    const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber };
     if (kind.value === "probe") {
       const [name, column] = probe.value.split("/");
       if (!named(name)) await know(); // the list may be late
@@ -166,8 +166,12 @@ export function view(app) {
       const mine = (answers = panes.map(([, strip]) => ({ strip, text: { model, ids: [], offset: 0 } })));
       for (const one of mine) onLook(one.strip, (index) => look(one, index));
       pins.watch(mine.map(({ strip }) => strip));
-      const interventions = await direction(model, signal);
+      const which = tokens.value;
+      const changes = await direction(model, signal);
       const { ids } = await tokenized(model, asked, signal);
+      // The first token's row is often a hundred times as long as the others, and attention rests on it.
+      const chosen = { all: { from: 1 }, prompt: { from: Math.min(1, ids.length - 1), to: ids.length } }[which] ?? which;
+      const interventions = changes.map((one) => ({ ...one, tokens: chosen }));
       report.textContent = "";
       const live = colours.asked().length ? { readouts: colours.asked() } : {};
       const bodies = [live, { ...live, interventions, report: true }].map((more) => continuing(model, ids, asked, more));
