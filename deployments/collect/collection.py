@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from deployments.activations.facts import check_session_id
-from deployments.collect.examples import DataError, Fields, check, read
+from deployments.collect.examples import DataError, Fields, check, check_tags, read
 from deployments.collect.work import Outcome, Settings, outcomes
 from deployments.errors import LoadError
 from deployments.options import GGUF, SETTINGS, Options, home, mistakes
@@ -103,6 +103,7 @@ def collect(
     rows = Path(data).expanduser().absolute() if isinstance(data, (str, os.PathLike)) else data
     if isinstance(rows, Path):
         check(rows)
+        check_tags(rows, tags or ())
     examples = read(rows, Fields(label, group, tags))
     settings = functools.partial(_settings, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens)
     if base_url is not None:

@@ -94,6 +94,23 @@ def check(data: Path) -> None:
         raise DataError(f"{data}: there is no such file")
 
 
+def check_tags(data: Path, tags: Sequence[str]) -> None:
+    """Check that each of these fields is in some row of a file.
+
+    Raises:
+        DataError: One is in none; lists the fields that there are.
+    """
+    absent, known = set(tags), dict[str, None]()
+    for _, row in _rows(data):
+        if not absent:
+            return
+        if not isinstance(row, DataError):
+            absent -= row.keys()
+            known |= dict.fromkeys(row)
+    if absent and known:
+        raise DataError(f"--tags: no row has the field {min(absent)!r}; there is {', '.join(known)}")
+
+
 def count(data: Path | Sequence[Any]) -> int:
     """The number of rows including invalid ones; for a csv file an upper bound, because rows may span several lines.
 
