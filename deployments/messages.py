@@ -97,11 +97,13 @@ class ChangedNorm(NamedTuple):
         param: The intervention's field.
         point: The point's name.
         norm: The rows' median norm before the change.
+        outliers: How many of the rows had a norm of at least ten times the median.
     """
 
     param: str
     point: str
     norm: float
+    outliers: int = 0
 
 
 class EditReport(NamedTuple):

@@ -73,6 +73,7 @@ def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[E
     """
     if isinstance(data, Path):
         _check(data)
+        _check_tags(data, fields.tags or ())
         unit = "line" if data.suffix == ".jsonl" else "row"
         return _examples(_rows(data), f"{data.name}, {unit}", fields)
     return _examples(enumerate(data, 1), "data, row", fields)
@@ -100,6 +101,19 @@ def _check(data: Path) -> None:
         raise DataError(f"{data}: the name of a data file ends in one of {', '.join(_READERS)}")
     if not data.is_file():
         raise DataError(f"{data}: there is no such file")
+
+
+def _check_tags(data: Path, tags: Sequence[str]) -> None:
+    """Check that each of these fields is in some row of a file."""
+    absent, known = set(tags), dict[str, None]()
+    for _, row in _rows(data):
+        if not absent:
+            return
+        if not isinstance(row, DataError):
+            absent -= row.keys()
+            known |= dict.fromkeys(row)
+    if absent and known:
+        raise DataError(f"--tags: no row has the field {min(absent)!r}; there is {', '.join(known)}")
 
 
 def count(data: Path) -> int:

@@ -17,7 +17,7 @@ from deployments.places.hook_site import Point
 from deployments.places.points import Points
 from deployments.points.capture import Features
 from deployments.points.interventions import Add, Change, ChangeFeature, Clamp, Intervention, ProjectOut, Replace, Scale
-from deployments.points.token_choices import Ends, Positions, TokenChoice, placed, resolve_ahead
+from deployments.points.token_choices import Ends, Positions, TokenChoice, farthest, placed, resolve_ahead
 from deployments.readouts.resolver import ReadoutResolver
 
 
@@ -83,7 +83,7 @@ class EditResolver:
         for spec, field, edits in map(self._prepared.__getitem__, fields):
             choice = placed(spec.tokens, ends, f"{field}.tokens")
             tokens = resolve_ahead(choice, prompt, most, f"{field}.tokens")
-            if isinstance(choice, Positions) and max(choice.positions) >= most:
+            if farthest(choice) >= most:
                 raise RequestError(f"prompt and answer have positions 0 to {most - 1}", f"{field}.tokens")
             for edit in edits:
                 vector = _paired(edit.vector, choice, tokens, most, field) if edit.per_token else edit.vector

@@ -16,7 +16,7 @@ from deployments.accounts import Account
 from deployments.errors import RequestError
 from deployments.places.hook_site import Point
 from deployments.places.points import Points
-from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve
+from deployments.points.token_choices import Ends, Tokens, farthest, placed, resolve
 from deployments.readouts.files import define
 from deployments.readouts.gates import Gate, Source
 from deployments.readouts.sequence import ResolvedReadout
@@ -61,7 +61,7 @@ class ReadoutResolver:
                 raise RequestError(f"{asked.name} has no features to choose from: leave top_k out", f"{field}.top_k")
             choice = placed(asked.tokens, ends, f"{field}.tokens")
             tokens = resolve(choice, prompt, f"{field}.tokens")
-            if isinstance(choice, Positions) and max(choice.positions) >= most:
+            if farthest(choice) >= most:
                 raise RequestError(f"prompt and answer have positions 0 to {most - 1}", f"{field}.tokens")
             resolved.append(ResolvedReadout(source, tokens, (asked.top_k or DEFAULT_TOP_K) if is_sae else None))
         return tuple(resolved)

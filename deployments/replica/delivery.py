@@ -261,7 +261,7 @@ def _edit_reports(edits: Sequence[Edit]) -> Iterator[EditReport]:
 def _norms(edits: Sequence[Edit]) -> Iterator[ChangedNorm]:
     for edit in edits:
         if edit.norms and (median := edit.norms.median) is not None:
-            yield ChangedNorm(edit.norms.field, edit.point.name, median)
+            yield ChangedNorm(edit.norms.field, edit.point.name, median, edit.norms.outliers)
 
 
 def _log(job: Job, choice: RunningChoice, event: Finished) -> None:

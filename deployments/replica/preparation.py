@@ -25,7 +25,7 @@ from deployments.places.points import Points
 from deployments.points.capture import MOST_INLINE_VALUES, Capture
 from deployments.points.interventions import ChangeFeature
 from deployments.points.logit_lens import LogitLens
-from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve_ahead
+from deployments.points.token_choices import Ends, Tokens, Window, farthest, placed, resolve_ahead
 from deployments.readouts.resolver import NamedReadout, ReadoutCache, ReadoutResolver
 from deployments.readouts.values import Readout
 from deployments.replica.delivery import RunningChoice
@@ -268,11 +268,12 @@ class LensResolver:
         field = "logit_lens.tokens"
         choice = placed(spec.tokens or ("generated" if new else "prompt_last"), ends, field)
         tokens = resolve_ahead(choice, prompt, prompt + new, field)
-        if isinstance(choice, Positions) and max(choice.positions) >= prompt:
+        if farthest(choice) >= prompt:
             raise RequestError(f"the prompt has tokens 0 to {prompt - 1}; generated tokens come after them", field)
         among = tokens.of(prompt)
         chosen = Tokens(among[0], among[-1] + 1, tokens.few) if among else Tokens(0, 0)
-        return lens._replace(prompt=chosen, generated=choice in ("all", "generated"))
+        is_open = isinstance(choice, Window) and choice.to is None
+        return lens._replace(prompt=chosen, generated=is_open or choice in ("all", "generated"))
 
     def _target(self, target: str | int, field: str) -> int:
         if isinstance(target, int):

@@ -123,7 +123,7 @@ def census(
     shares = (by_layer > 0).mean(axis=0), counts.positions / counts.rows
     often = np.flatnonzero(counts.positions)
     often = often[np.lexsort((often, -by_layer.max(axis=0)[often], -counts.positions[often]))]
-    found = [
+    outliers = [
         {
             "feature": feature,
             "layers": layers[by_layer[:, feature] > 0].tolist(),
@@ -146,7 +146,7 @@ def census(
         "tokens": counts.rows,
         "tokens_not_finite": len(index) - counts.rows,
         "thresholds": rule._asdict(),
-        "features": found,
+        "features": outliers,
         "map": {
             "of": len(often),
             "features": shown.tolist(),
@@ -194,11 +194,11 @@ def _chosen(modules: Mapping[str, str], points: Sequence[str] | None, session: s
             return {name for pattern in points for name in recorded([pattern], modules, layers)}
         except ValueError as error:
             raise EvalError(f"--points, session {session}: {error}") from error
-    found = {name for name, module in modules.items() if INPUTS.fullmatch(name) or INPUTS.fullmatch(module)}
-    if not found:
+    inputs = {name for name, module in modules.items() if INPUTS.fullmatch(name) or INPUTS.fullmatch(module)}
+    if not inputs:
         usual = "none of the inputs of projections (docs/outliers.md says how to record them)"
         raise EvalError(f"--session {session}: it recorded {usual}; there is {some(modules)}: name some by --points")
-    return found
+    return inputs
 
 
 def _where(index: RowIndex, reader: RowReader, names: Sequence[str], counts: _Counts, feature: int) -> Record:
@@ -213,5 +213,5 @@ def _where(index: RowIndex, reader: RowReader, names: Sequence[str], counts: _Co
         begins = dict(zip(run.positions.tolist(), offsets.tolist(), strict=True))
         end = len(text) if position + 1 == run.facts.tokens else begins.get(position + 1)
         token = None if end is None else text[begins[position] : end]
-    found = {"point": names[point], "run_id": run.facts.run_id, "position": position}
-    return found | {"token_id": int(read.token_id[0]), "token": token}
+    place = {"point": names[point], "run_id": run.facts.run_id, "position": position}
+    return place | {"token_id": int(read.token_id[0]), "token": token}

@@ -95,7 +95,7 @@ export const again = (interventions, offset) => (end) => ({
   interventions: interventions.map((one) => ({ ...one, tokens: placed(one.tokens, offset, end) })),
 });
 
-const placed = (tokens, offset, end) => ({ all: "all", prompt: { from: 0, to: offset }, prompt_last: { from: offset - 1, to: offset }, generated: { from: offset, to: end } })[tokens] ?? { from: tokens.from, to: end };
+const placed = (tokens, offset, end) => ({ prompt_last: { from: offset - 1, to: offset }, generated: { from: offset, to: end } })[tokens] ?? tokens;
 
 const upTo = (ids, positions) => ids.slice(0, Math.max(...positions) + 1);
 

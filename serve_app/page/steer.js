@@ -14,9 +14,8 @@ import "./code.js";
 
 const KINDS = [["prompts", "difference of two prompts"], ["probe", "a probe"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
 const NONE = [["", "none is installed"]];
-const DEFAULT_MAX_TOKENS = 16; // the server's, of an answer whose length is left open
 const HOW = "the view Readouts says how to install one";
-const TOKENS = [["rest", "all but the first"], ["generated", "the answer’s tokens"], ["all", "all tokens"], ["prompt", "the prompt’s tokens"], ["prompt_last", "the prompt’s last token"]];
+const TOKENS = [["all", "all tokens but the first"], ["generated", "the answer’s tokens"], ["prompt", "the prompt’s tokens but the first"], ["prompt_last", "the prompt’s last token"]];
 
 export function view(app) {
   const from = source({ text: "I went to the park and", label: "Prompt", max: 60, onchange: () => (pins.write(), app.changed()) });
@@ -163,8 +162,8 @@ export function view(app) {
       for (const one of mine) onLook(one.strip, (index) => look(one, index));
       pins.watch(mine.map(({ strip }) => strip));
       const { ids } = await tokenized(model, asked, signal);
-      // The first token's row is in many models far longer than all others.
-      const which = tokens.value === "rest" ? { from: 1, to: ids.length + (asked.max_tokens ?? DEFAULT_MAX_TOKENS) } : tokens.value;
+      // The first token's row is often a hundred times as long as the others, and attention rests on it.
+      const which = { all: { from: 1 }, prompt: { from: Math.min(1, ids.length - 1), to: ids.length } }[tokens.value] ?? tokens.value;
       const interventions = await direction(model, which, signal);
       report.textContent = "";
       const live = colours.asked().length ? { readouts: colours.asked() } : {};

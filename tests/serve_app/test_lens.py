@@ -199,6 +199,10 @@ def test_a_window_of_the_prompt_has_the_rank_of_what_the_last_layer_says(served)
             (target,) = layer["targets"]
             assert (target["token"], target["token_id"]) == (said["token"], said["token_id"])
             assert (target["rank"] == 1) == (layer["top"][0]["token_id"] == target["token_id"])
+    opened = complete(served, logit_lens=asked | {"tokens": {"from": 2}}, max_tokens=2).json()["choices"][0][
+        "logit_lens"
+    ]
+    assert (opened["prompt"][0]["position"], len(opened["content"])) == (2, 2)
     generated = complete(served, logit_lens=asked | {"tokens": "generated"}, max_tokens=2).json()["choices"][0]
     for one in generated["logit_lens"]["content"]:  # drawn greedily
         assert one["layers"][-1]["targets"][0]["token_id"] == one["token_id"]

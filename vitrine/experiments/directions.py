@@ -65,7 +65,8 @@ class Steer:
         point: The point's name.
         vector: `[hidden]`; at heads, `[heads, head_dim]`.
         scale: The factor of the vector.
-        tokens: The tokens that it is added to, as in `docs/points.md`.
+        tokens: The tokens that it is added to, as in `docs/points.md`. None means all; with `residual_norm`, all but
+            the first, whose norm is often a hundred times as large.
         unit: `absolute`, or `residual_norm`: the vector is normalized and multiplied by the norm of each changed row.
 
     Examples:
@@ -78,7 +79,7 @@ class Steer:
     point: str
     vector: npt.NDArray[np.float32]
     scale: float = 1.0
-    tokens: str | Mapping[str, Any] = "all"
+    tokens: str | Mapping[str, Any] | None = None
     unit: str = "absolute"
 
     def __mul__(self, factor: float) -> Steer:
@@ -90,8 +91,9 @@ class Steer:
         return self * -1
 
     def __repr__(self) -> str:
+        tokens = "" if self.tokens is None else f", tokens={self.tokens!r}"
         unit = "" if self.unit == "absolute" else f", unit={self.unit!r}"
-        return f"Steer({self.point!r}, scale={self.scale:g}, tokens={self.tokens!r}{unit})"
+        return f"Steer({self.point!r}, scale={self.scale:g}{tokens}{unit})"
 
     @property
     def operation(self) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class Steer:
             ('add', 'layers.3.output', 2.0)
         """
         vector = self.vector.ravel().tolist()  # heads concatenated
-        how = {"scale": self.scale, "unit": self.unit, "tokens": self.tokens}
+        how = {"scale": self.scale, "unit": self.unit} | ({} if self.tokens is None else {"tokens": self.tokens})
         return {"op": "add", "point": self.point, "vector": vector, **how}
 
 
@@ -120,7 +122,7 @@ class Direction(_AtPoints):
         >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.*.output", labels=[1, 0])
         >>> direction = vitrine.difference_of_means(acts)
         >>> direction.values.shape, direction.at(-1)
-        ((6, 192), Steer('layers.5.output', scale=1, tokens='all'))
+        ((6, 192), Steer('layers.5.output', scale=1))
         >>> direction.save("direction.safetensors")
         >>> bool((vitrine.Direction.load("direction.safetensors").values == direction.values).all())
         True
@@ -129,7 +131,7 @@ class Direction(_AtPoints):
     values: npt.NDArray[np.float32]
     points: list[str]
 
-    def at(self, layer: int, unit: str = "absolute", tokens: str | Mapping[str, Any] = "all") -> Steer:
+    def at(self, layer: int, unit: str = "absolute", tokens: str | Mapping[str, Any] | None = None) -> Steer:
         """Steering with the vector of one layer.
 
         Args:
@@ -143,7 +145,7 @@ class Direction(_AtPoints):
         Examples:
             >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
             >>> vitrine.difference_of_means(acts).at(-1, unit="residual_norm") * 0.5
-            Steer('layers.5.output', scale=0.5, tokens='all', unit='residual_norm')
+            Steer('layers.5.output', scale=0.5, unit='residual_norm')
         """
         layers = self.layers
         wanted = sorted({own for own in layers if own is not None})[layer] if -len(layers) <= layer < 0 else layer

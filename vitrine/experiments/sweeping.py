@@ -93,7 +93,8 @@ class SweepMethods(GenerateMethods):
 
         Args:
             prompt: A text or a chat.
-            direction: The vectors, which are added at their points to all tokens.
+            direction: The vectors, which are added at their points to all tokens; with `residual_norm`, to all but
+                the first.
             layers: The direction's layers to use.
             scales: The factors of the vectors; 0 is the baseline.
             unit: `residual_norm` multiplies by the norm of each changed row, so that scales suit every layer.

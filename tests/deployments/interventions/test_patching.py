@@ -421,6 +421,20 @@ def test_a_vector_in_units_of_the_norm_is_as_long_as_the_scale_says_and_the_norm
     assert told.norm == pytest.approx(float(norms.mean()), rel=1e-5)
 
 
+def test_units_of_the_norm_leave_the_first_token_as_it_is_unless_it_is_named(plain):
+    """And outliers among the changed rows are counted: the first token's row is made 100 times as long."""
+    point = "layers.2.output"
+    longer = {"op": "scale", "point": point, "factor": 100.0, "tokens": {"positions": [0]}}
+    add = {"op": "add", "point": point, "vector": [1.0] * 192, "unit": "residual_norm"}
+    base = plain.run(CLEAN, longer, max_tokens=0, capture={"points": [point]})[point]
+    for more, first, outliers in (({}, 1, 0), ({"tokens": "all"}, 0, 1), ({"tokens": {"from": 2}}, 2, 0)):
+        end = plain.ask(CLEAN, longer, add | more, max_tokens=0, capture={"points": [point]})
+        run = read_run(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
+        assert (run[point] != base).any(dim=1).nonzero().flatten().tolist() == [*range(first, len(CLEAN))]
+        assert end.norms[0].outliers == outliers
+    assert plain.refusal(add | {"tokens": {"from": 999}})[0] == "interventions[0].tokens"
+
+
 def test_each_choice_has_the_norms_of_its_own_rows(plain):
     add = {"op": "add", "point": "layers.2.output", "vector": [1.0] * 192, "unit": "residual_norm", "scale": 0.0}
     asked = plain.job(CLEAN, add | {"tokens": "generated"}, n=2, sampling=Sampling(temperature=2.0, seed=1))
