@@ -12,13 +12,16 @@ import click  # the library of `serve`'s commands
 from pydantic import ValidationError
 from ray._private.utils import read_ray_address  # the only way to find out whether `serve run` will start Ray
 from ray.serve import Application
+from ray.serve.config import HTTPOptions
 
+from deployments.activations.facts import StoreError
 from deployments.errors import LoadError
 from deployments.model_files.names import located
 from deployments.options import DEMO, NO_MODEL, Options, mistakes
 from serve_app.backend.deploying import GRPC, environment, replicas
 from serve_app.http.keys import Keys
 from serve_app.ingress import Ingress
+from serve_app.lifecycle import check_free, drain_on_sigterm
 
 # Serve's proxies are not actors of this application: they use gRPC to the ingress if Ray was started with this
 # variable. `serve run serve_app:app` starts Ray, if none runs yet, after it has imported this module. Otherwise, set
@@ -44,6 +47,7 @@ def build_app(options: Options | dict[str, Any]) -> Application:
         ValueError: The options are wrong, with all mistakes; or the API keys are malformed.
         OSError: The file with the API keys cannot be read, or Ray's cluster does not answer.
         LoadError: By default, the replicas need more GPUs than the cluster has.
+        StoreError: Another server uses the store, or the disk refuses it; only where Ray is to be started.
         UserMistake: In `serve run`, instead of these; also if the model is not on this machine, the only one of the
             cluster.
     """
@@ -51,14 +55,18 @@ def build_app(options: Options | dict[str, Any]) -> Application:
         checked = options if isinstance(options, Options) else _checked(options)
         starting = _will_start_ray()
         if starting:
+            http = HTTPOptions()  # those that `serve run` takes
+            check_free(http.host or "127.0.0.1", http.port, checked)
             _schedule_as_batch_work()
         if starting and checked.model != NO_MODEL:
             place = located(checked.model, checked.models_dir)
             if isinstance(place, str) and "/" not in place:
                 local = ", ".join([DEMO, *sorted(path.name for path in Path(checked.models_dir).glob("*/"))])
                 click.echo(f"no local model {place} (local: {local}); trying the hub", err=True)
+        if click.get_current_context(silent=True):
+            drain_on_sigterm(checked.request_timeout_s)
         return _composed(checked)
-    except (ValueError, OSError, LoadError) as error:
+    except (ValueError, OSError, LoadError, StoreError) as error:
         if click.get_current_context(silent=True):
             raise UserMistake(error.message if isinstance(error, LoadError) else str(error)) from None
         raise

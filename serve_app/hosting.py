@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -23,10 +23,12 @@ from ray import serve
 from ray.serve.context import _get_global_client  # the only way to find out whether Serve runs, and its address
 
 from deployments import __version__
+from deployments.activations.facts import StoreError
 from deployments.clusters import join
 from deployments.errors import LoadError
 from deployments.options import Options
 from serve_app import build_app
+from serve_app.lifecycle import check_free, drain
 
 APP = "default"
 
@@ -63,7 +65,7 @@ def main() -> int:
                 signal.pause()
     except KeyboardInterrupt:
         pass
-    except (ConnectionError, RuntimeError, LoadError) as error:
+    except (OSError, RuntimeError, LoadError, StoreError) as error:
         print(error.message if isinstance(error, LoadError) else error, file=sys.stderr)
         return 1
     return 0
@@ -77,6 +79,8 @@ def _hosted(plan: ServePlan) -> Iterator[None]:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces the handler that Ray installed
     try:
         before = _get_global_client(raise_if_no_controller_running=False)
+        if is_own:
+            check_free(plan.host, plan.port, plan.options)
         if before is None:
             serve.start(http_options={"host": plan.host, "port": plan.port}, logging_config={"log_level": "WARNING"})
         elif (port := before.http_config.port) != plan.port:
@@ -88,11 +92,11 @@ def _hosted(plan: ServePlan) -> Iterator[None]:
             _write_record(plan)
             yield
         finally:
-            for stop in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(stop, signal.SIG_IGN)  # already stopping
             plan.record.unlink(missing_ok=True)
-            if not is_own:
-                _remove(before is None)
+            with suppress(KeyboardInterrupt):  # a second signal: stop at once
+                drain(APP, plan.options.request_timeout_s)
+            if before is None and not is_own:
+                serve.shutdown()  # type: ignore[no-untyped-call]
     finally:
         ray.shutdown()
 
@@ -104,16 +108,6 @@ def _run(options: Options) -> None:
         deployments = serve.status().applications[APP].deployments.values()
         reasons = [deployment.message for deployment in deployments if deployment.message]
         raise RuntimeError("\n".join([str(error), *reasons])) from error
-
-
-def _remove(serve_too: bool) -> None:
-    """Remove the application and the models that it loaded from a cluster that continues."""
-    if serve_too:
-        serve.shutdown()  # type: ignore[no-untyped-call]
-        return
-    for name in serve.status().applications:
-        if name == APP or name.startswith(f"{APP}.models."):
-            serve.delete(name)
 
 
 def _write_record(plan: ServePlan) -> None:

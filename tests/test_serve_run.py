@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +16,12 @@ import pytest
 from ray import serve
 
 from deployments.activations import read_run
+from deployments.activations.facts import StoreError
+from deployments.activations.writer import recovery
 from deployments.demo_model import WEIGHTS
+from deployments.options import Options
 from serve_app import build_app
+from serve_app.lifecycle import check_free, drain
 from tests import waiting
 from tests.conftest import ROOT, healthy, until
 
@@ -66,7 +71,7 @@ def test_an_evaluation_finishes_beside_three_replicas_on_two_cores(second, serve
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(served, request):
+def test_an_application_that_is_drained_finishes_what_it_streams_and_stores_it(served, request):
     given = {"model_id": "named/third", "threads": "1", "num_cpus": "0.1", "max_seq_len": "1024"}
     request.addfinalizer(lambda: serve.delete("third"))  # also where the test fails before it deletes it
     serve.run(build_app(given), name="third", route_prefix="/third")
@@ -79,7 +84,7 @@ def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(s
     with httpx.stream("POST", f"{root}/v1/completions", json=body, timeout=120) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         next(lines)  # it has begun
-        deletion = threading.Thread(target=serve.delete, args=("third",))
+        deletion = threading.Thread(target=drain, args=("third", 60))
         deletion.start()
         events = list(lines)
     deletion.join()
@@ -95,6 +100,8 @@ def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(s
 @pytest.mark.parametrize("running", [None, "127.0.0.1:6379"])
 def test_the_processes_of_a_ray_that_serve_run_starts_do_not_interrupt_the_model(running, monkeypatch):
     monkeypatch.setattr("serve_app.read_ray_address", lambda: running)
+    monkeypatch.setattr("serve_app.check_free", lambda *_: None)
+    monkeypatch.setattr("serve_app.drain_on_sigterm", lambda _: None)
     before = os.sched_getscheduler(0)
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     try:
@@ -113,3 +120,43 @@ def test_a_bad_option_ends_serve_run_with_its_name(served):
     assert done.returncode != 0
     assert "modle" in done.stderr
     assert "num_replicas" in done.stderr
+
+
+def test_a_port_or_a_store_that_another_server_has_is_an_error_that_names_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery, "_ENDING_S", 0.0)
+    holder = f"process {os.getpid()} "
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server, pytest.raises(OSError, match=holder):
+        check_free("127.0.0.1", server.getsockname()[1], Options(activations_dir=str(tmp_path)))
+    lock = recovery.open_directory(tmp_path)
+    with pytest.raises(StoreError, match=holder):
+        check_free("127.0.0.1", 0, Options(activations_dir=str(tmp_path)))
+    os.close(lock)
+    check_free("127.0.0.1", 0, Options(activations_dir=str(tmp_path)))
+
+
+@pytest.mark.long  # one more server
+def test_serve_run_ends_by_sigterm_after_the_requests_that_run(served, tmp_path):
+    root, log = "http://127.0.0.1:8000", tmp_path / "log"  # the only address of `serve run`
+    env = {**served.cluster.env, "VITRINE_HOME": str(tmp_path)}
+    del env["RAY_ADDRESS"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            ["serve", "run", "serve_app:build_app", *OPTIONS[:1], "threads=1"],
+            cwd=ROOT,
+            env=env,
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        until(lambda: healthy(root), process, log)
+        (model,) = httpx.get(f"{root}/v1/models", timeout=30).json()["data"]
+        body = {"model": model["id"], "prompt": "Tom has", "max_tokens": 800, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{root}/v1/completions", json=body, timeout=120) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            process.terminate()
+            assert [*lines][-1] == "data: [DONE]"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    assert "Traceback" not in log.read_text()

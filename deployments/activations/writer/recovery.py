@@ -9,6 +9,7 @@ import contextlib
 import logging
 import mmap
 import os
+import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -45,12 +46,15 @@ def open_directory(root: Path) -> int:
         until = time.monotonic() + _ENDING_S
         while True:
             try:
-                return locked(root / LOCK)
+                lock = locked(root / LOCK)
+                os.ftruncate(lock, 0)
+                os.write(lock, f"process {os.getpid()} of {socket.gethostname()}".encode())
+                return lock
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise StoreError(
-                        f"Another server uses the activation store at {root}: stop it, or give this one another "
-                        "activations_dir."
+                        f"Another server ({(root / LOCK).read_text()}) uses the activation store at {root}: stop it, "
+                        "or give this one another activations_dir."
                     ) from None
                 time.sleep(0.1)
     except OSError as error:

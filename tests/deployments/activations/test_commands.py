@@ -12,6 +12,7 @@ from storing import store as stored
 from deployments.activations.__main__ import main, size
 from deployments.activations.index.database import index_path
 from deployments.activations.index.index import Index
+from deployments.activations.reader import pulling
 from deployments.activations.segments.segments import whole_runs
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
@@ -108,7 +109,8 @@ def test_an_export_says_what_it_wrote_and_refuses_to_overwrite(cli, tmp_path):
         ("pull", "http://127.0.0.1:9", "session"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_status_1(cli, args):
+def test_what_cannot_be_done_is_one_line_and_status_1(cli, args, monkeypatch):
+    monkeypatch.setattr(pulling, "MAX_OUTAGE_S", 0.0)
     status, out, complaint = cli(*args)
     assert (status, out) == (1, "")
     assert re.fullmatch(r"deployments\.activations: [^\n]+\n", complaint)

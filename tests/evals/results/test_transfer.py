@@ -79,7 +79,10 @@ def test_a_session_or_a_server_that_is_not_there_is_a_stated_reason(
         transfer(tmp_path, "http://127.0.0.1:9/v1", SESSION)
 
 
-def test_a_run_of_a_sample_that_is_not_there_any_more_makes_the_results_incomplete(tmp_path: Path) -> None:
+def test_a_run_of_a_sample_that_is_not_there_any_more_makes_the_results_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transferring, "MAX_OUTAGE_S", 0.0)
     with Store(tmp_path / "store") as store:
         for run in range(20):  # of an earlier evaluation: as many as there are, and none that counts
             store.record(f"earlier-{run}", points(run, 3))

@@ -56,7 +56,7 @@ class Server:
     def get(self, path: str):
         return httpx.get(self.root + path, timeout=60)
 
-    def read_run(self, model_id: str, **settings) -> dict:
+    def load(self, model_id: str, **settings) -> dict:
         answer = self.post("/models/load", model_id=model_id, **settings)
         assert answer.status_code == 200, answer.text
         return answer.json()
