@@ -69,7 +69,7 @@ export const empty = (...text) => h("p", { class: "empty" }, ...text);
  */
 export function detailPane(label, hint) {
   const shown = h("div");
-  const close = button("Close", () => (show(), goTo(before)), { class: "close" });
+  const close = button("Close", () => (show(), goTo(before), element.dispatchEvent(new Event("close"))), { class: "close" });
   const element = h("aside", { "aria-label": label }, close, shown);
   let before = null; // what had the focus
   function show(...parts) {
