@@ -165,8 +165,9 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     parsed = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
-        if isinstance(function["arguments"], str):
+        if isinstance(given := function["arguments"], str):
             with contextlib.suppress(ValueError):  # keep other text as the model wrote it
-                function["arguments"] = json.loads(function["arguments"])
+                value = json.loads(given) if given.strip() else None  # some clients send no text for no arguments
+                function["arguments"] = value if isinstance(value, dict) else {} if value is None else given
         parsed.append({**call, "function": function})
     return {**message, "tool_calls": parsed} if parsed else message
