@@ -256,7 +256,7 @@ class Answer:
 
 def _norms(end: End) -> dict[str, Any]:
     """The field of a choice with the norms that interventions used as their unit."""
-    return {"norms": [one._asdict() for one in end.norms]} if end.norms else {}
+    return {"norms": [one._asdict() | {"norm": _finite(one.norm)} for one in end.norms]} if end.norms else {}
 
 
 def _call(call: CallPart) -> dict[str, Any]:
@@ -313,8 +313,9 @@ def _rows(part: ReadoutRows) -> list[Any]:
     ]
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """None instead of a number that is not finite, which JSON cannot express."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _of_edits(end: End) -> dict[str, Any]:
@@ -322,7 +323,7 @@ def _of_edits(end: End) -> dict[str, Any]:
     said: dict[str, Any] = {}
     if end.edits:
         said["report"] = [
-            {name: value for name, value in one._asdict().items() if value is not None} for one in end.edits
+            {name: _finite(value) for name, value in one._asdict().items() if value is not None} for one in end.edits
         ]
     if end.stop_reason:
         said["stop_reason"] = end.stop_reason._asdict() | {"value": _finite(end.stop_reason.value)}
