@@ -11,6 +11,8 @@ from deployments.errors import RequestError, naming
 from deployments.job import Job, Text
 from deployments.model.model import Model
 
+LINE = "\n"  # what precedes a text that is tokenized as a part; few tokens join a line's end to what follows
+
 
 class Echo(NamedTuple):
     """A prompt as repeated in an answer.
@@ -122,6 +124,12 @@ class Prompts:
     def plain_ids(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens."""
         return self._ids(text, add_special_tokens=False)
+
+    def inner_ids(self, text: str) -> list[int]:
+        """Tokenize a text as if another preceded it, since many tokenizers put a space before a text."""
+        before = self.plain_ids(LINE)
+        ids = self.plain_ids(LINE + text)
+        return ids[len(before) :] if ids[: len(before)] == before else self.plain_ids(text)
 
     # ---- shared
 

@@ -22,7 +22,7 @@ class LensResolver:
 
         Args:
             points: The model's points.
-            tokenize: Tokenizes a text without adding special tokens.
+            tokenize: Tokenizes a part of a text.
             vocabulary: The number of tokens of the model.
         """
         self._points = points

@@ -67,7 +67,7 @@ class Preparation:
         self._pool = pool
         points = self._model.points
         self._response_formats = ResponseFormats(chat, self._model)
-        self._lens_resolver = LensResolver(points, prompts.plain_ids, self._model.vocabulary)
+        self._lens_resolver = LensResolver(points, prompts.inner_ids, self._model.vocabulary)
         self._stored_tensors = StoredTensors(points, store, reader, options.max_request_tensor_bytes)
         self._readouts = ReadoutCache(
             options.served_name,
@@ -193,6 +193,7 @@ class Preparation:
             prompt_logprobs=job.logprobs if job.echo else None,
             capture=capture,
             points=points,
+            continues=job.messages is None,
             streamed=streamed,
             owner=job.account.owner,
         )
