@@ -15,7 +15,8 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
 demo: $(VENV)/.ready  ## serve the shipped model, evaluate 20 problems with activations, shut down
-	HF_HUB_OFFLINE=1 $(BIN)/python -m serve_app.demo
+	RAY_ADDRESS=local HF_HUB_OFFLINE=1 $(BIN)/python -m evals.gsm8k --serve vitrine-demo \
+		--base-url http://127.0.0.1:0/v1 --samples 20 --collect-activations
 
 serve: $(VENV)/.ready  ## serve the shipped model on port 8000
 	$(BIN)/serve run serve_app:app

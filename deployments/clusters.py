@@ -53,7 +53,7 @@ def detached(actor: type, name: str, **options: Any) -> Any:
 def detached_names(prefix: str) -> list[str]:
     """What follows `prefix` in the names of the cluster's detached actors that start with it."""
     names = ray.util.list_named_actors(all_namespaces=True)
-    own = (one["name"] for one in names if one["namespace"] == NAMESPACE)
+    own = (actor["name"] for actor in names if actor["namespace"] == NAMESPACE)
     return [name.removeprefix(prefix) for name in own if name.startswith(prefix)]
 
 

@@ -18,9 +18,6 @@ from deployments.options import Options
 def check_ray(options: Options) -> None:
     """Reject a Ray cluster whose ports take pickled calls from everyone.
 
-    Args:
-        options: The operator's options.
-
     Raises:
         LoadError: Ray's token authentication is off in this process, and `insecure_ray` is not set.
     """
@@ -85,8 +82,8 @@ def make_private(file: Path) -> None:
     except OSError:
         return  # missing, a link, or another user's
     try:
-        found = os.fstat(descriptor)
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+        state = os.fstat(descriptor)
+        if stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid():
             os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)

@@ -131,16 +131,16 @@ class Job:
     @property
     def all_changes(self) -> dict[str, Intervention]:
         """The interventions of any of its choices, by the request's fields."""
-        found = _fields("interventions", self.interventions)
+        changes = _fields("interventions", self.interventions)
         for number, variant in enumerate(self.variants):
-            found |= _fields(f"variants[{number}]", variant)
-        return found
+            changes |= _fields(f"variants[{number}]", variant)
+        return changes
 
     @property
     def conditions(self) -> dict[str, Condition]:
         """Conditions on readouts, by the request's fields."""
-        found = {f"{field}.when": spec.when for field, spec in self.all_changes.items() if spec.when is not None}
-        return found | ({} if self.stop_when is None else {"stop_when": self.stop_when})
+        by_field = {f"{field}.when": spec.when for field, spec in self.all_changes.items() if spec.when is not None}
+        return by_field | ({} if self.stop_when is None else {"stop_when": self.stop_when})
 
     def reader(self, field: str) -> Account:
         """The account whose tensors, runs and readouts this field names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -13,72 +13,8 @@ from deployments.readouts.spec import ReadoutRows
 ENGINE_ENDED = "the replica's engine has ended and is replaced: try again"  # a refusal's message
 NOT_TAKEN = "the replica's engine has ended, and has not begun this request: try again"  # a refusal's message, too
 
-
-class TokenText(NamedTuple):
-    r"""One token as written.
-
-    Attributes:
-        text: Its text; bytes that are not a whole character are written as `\xe2`.
-        raw: Its bytes; those of all tokens join to the answer's UTF-8. None if it adds no text.
-    """
-
-    text: str
-    raw: bytes | None
-
-
-class ScoredToken(NamedTuple):
-    """A token and its logprob; `text` and `raw` as in `TokenText`.
-
-    The first token of a prompt has no `logprob`, because no token precedes it.
-    """
-
-    text: str
-    raw: bytes | None
-    logprob: float | None
-
-
-class TokenLogprob(NamedTuple):
-    """One token of an answer, or of a prompt that is repeated.
-
-    Attributes:
-        chosen: The token itself.
-        top: The likeliest tokens in its place, likeliest first.
-        offset: Characters of the text before it.
-    """
-
-    chosen: ScoredToken
-    top: tuple[ScoredToken, ...]
-    offset: int
-
-
-class LayerTop(NamedTuple):
-    """The logit lens of one layer's output.
-
-    Attributes:
-        layer: The layer, from 0.
-        top: (token id, token, logprob) of the likeliest tokens, likeliest first. Plain tuples: there are many.
-        targets: (token id, token, logprob, rank) of the requested tokens.
-    """
-
-    layer: int
-    top: tuple[tuple[int, TokenText, float], ...]
-    targets: tuple[tuple[int, TokenText, float, int], ...] = ()
-
-
-class TokenLayers(NamedTuple):
-    """A token and the top tokens of some layers: of an answer at the position that predicts it, of a prompt at its own.
-
-    Attributes:
-        token: Its id.
-        spelled: The token itself.
-        layers: Those requested, in their order.
-        position: Of a prompt's token.
-    """
-
-    token: int
-    spelled: TokenText
-    layers: tuple[LayerTop, ...]
-    position: int | None = None
+# One token in an answer, written once, because the ingress has no tokenizer and only passes it on.
+Entry = dict[str, Any]
 
 
 class CallPart(NamedTuple):
@@ -103,22 +39,32 @@ def whole_calls(parts: Iterable[CallPart]) -> list[CallPart]:
     return [run[0]._replace(arguments="".join(part.arguments for part in run)) for run in calls]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
     """A part of one choice: text, reasoning, parts of tool calls, and the tokens since the last piece.
 
-    A choice's first message has `prompt_ids` if the job asks for token ids; `lens` is None if it asks for none.
+    Attributes:
+        index: The choice's index in the job.
+        text: Text of the answer.
+        reasoning: Text of the reasoning.
+        tool_calls: Parts of tool calls.
+        logprobs: Each token as an entry of a chat's `logprobs.content`, and the characters of the text before it. The
+            first token of a repeated prompt has no logprob.
+        token_ids: The tokens' ids, if requested.
+        prompt_ids: In the choice's first message, the prompt's token ids, if requested.
+        lens: Entries of `logit_lens.content`; None if the job requests no lens.
+        readouts: Rows of readouts.
     """
 
     index: int
     text: str = ""
-    tool_calls: tuple[CallPart, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    prompt_ids: tuple[int, ...] = ()
-    lens: tuple[TokenLayers, ...] | None = None
     reasoning: str = ""
-    readouts: tuple[ReadoutRows, ...] = ()
+    tool_calls: list[CallPart] = field(default_factory=list)
+    logprobs: list[tuple[Entry, int]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: tuple[int, ...] = ()
+    lens: list[Entry] | None = None
+    readouts: list[ReadoutRows] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -151,11 +97,13 @@ class ChangedNorm(NamedTuple):
         param: The intervention's field.
         point: The point's name.
         norm: The rows' median norm before the change.
+        outliers: How many of the rows had a norm of at least ten times the median.
     """
 
     param: str
     point: str
     norm: float
+    outliers: int = 0
 
 
 class EditReport(NamedTuple):
@@ -182,28 +130,38 @@ class EditReport(NamedTuple):
 
 @dataclass(frozen=True)
 class End:
-    """The last message of one choice; `logprobs`, `token_ids` and `lens` are for the tokens since the last piece.
+    """The last message of one choice.
 
-    If the job asks for them, `prompt_lens` is the logit lens of the prompt, and `likeliness` the mean logprob of the
-    choice's tokens. `cached_tokens` of the prompt were reused from an earlier request.
+    Attributes:
+        piece: What no earlier message has; all of an answer that is not streamed.
+        finish_reason: Why it ended, in OpenAI's words.
+        prompt_tokens: Tokens of its prompt.
+        completion_tokens: Generated tokens.
+        run: Its activations, if they are recorded.
+        prompt_lens: Entries of `logit_lens.prompt`.
+        norms: The norms that interventions have used as their unit.
+        likeliness: The mean logprob of its tokens, if the job ranks its choices.
+        edits: What gated and reported interventions did.
+        stop_reason: The row that ended it, if `stop_when` did.
+        cached_tokens: Tokens of the prompt that were reused from an earlier request.
     """
 
-    index: int
+    piece: Piece
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
     run: RunReport | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    prompt_ids: tuple[int, ...] = ()
-    lens: tuple[TokenLayers, ...] | None = None
-    prompt_lens: tuple[TokenLayers, ...] = ()
+    prompt_lens: Sequence[Entry] = ()
     norms: tuple[ChangedNorm, ...] = ()
     likeliness: float = 0.0
-    readouts: tuple[ReadoutRows, ...] = ()
     edits: tuple[EditReport, ...] = ()
     stop_reason: StopReason | None = None
     cached_tokens: int = 0
+
+    @property
+    def index(self) -> int:
+        """The choice's index in the job."""
+        return self.piece.index
 
 
 @dataclass(frozen=True)

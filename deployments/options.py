@@ -341,17 +341,14 @@ SETTINGS = {
 
 
 def mistakes(error: ValidationError) -> list[tuple[str, str]]:
-    """All that is wrong with options, each as the option's path and what to do, without the value: it may hold a key.
-
-    Args:
-        error: What `Options` raised.
-    """
-    found = []
-    for one in error.errors(include_url=False, include_input=False):
-        name = ".".join(map(str, one["loc"])) or "options"
-        message = one["msg"].removeprefix("Value error, ").replace("Input should be", "must be").split(", unable to")[0]
-        if one["type"] == "extra_forbidden":
-            known = Options.model_fields if len(one["loc"]) == 1 else Savepoint.model_fields
-            message = f"there is no such option{nearest(str(one['loc'][-1]), known)}"
-        found.append((name, message))
-    return found
+    """All mistakes in options, each as the option's path and what to do, without the value: it may hold a key."""
+    listed = []
+    for mistake in error.errors(include_url=False, include_input=False):
+        name = ".".join(map(str, mistake["loc"])) or "options"
+        message = mistake["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        message = message.split(", unable to")[0]
+        if mistake["type"] == "extra_forbidden":
+            known = Options.model_fields if len(mistake["loc"]) == 1 else Savepoint.model_fields
+            message = f"there is no such option{nearest(str(mistake['loc'][-1]), known)}"
+        listed.append((name, message))
+    return listed

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evals.stats import Z95
+from evals.stats import Z95, wilson
 
 GROUPS = 20  # below, no interval
 _DRAWS = 2000
@@ -69,31 +69,42 @@ def area(scores: np.ndarray, positive: np.ndarray, groups: np.ndarray, folds: np
 def _below(of: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """How many of some numbers are below each score, equal ones counting half."""
     ordered = np.sort(of)
-    found: np.ndarray = (np.searchsorted(ordered, scores, "left") + np.searchsorted(ordered, scores, "right")) / 2
-    return found
+    counts: np.ndarray = (np.searchsorted(ordered, scores, "left") + np.searchsorted(ordered, scores, "right")) / 2
+    return counts
 
 
-def interval(of: Area, width: float | None = None, tail: float = 0.025, least: float = 0.0) -> Interval:
-    """The interval of an AUROC, or of a difference, by Student's t.
+def interval(of: Area, width: float | None = None, *, is_difference: bool = False) -> Interval:
+    """The interval of an AUROC, by Wilson's score, or of a difference, by Student's t.
 
-    Where every pair is in order, groups show no spread: the interval then ends where that would happen in one of 40
-    tries, if so large a share of groups had a pair out of order (Clopper and Pearson, 1934).
+    Wilson's interval (1927) is that of a share of as many independent observations as have the AUROC's standard error
+    (Korn and Graubard 1998, Survey Methodology 24, 193-201). For this error, groups also count half a group with every
+    pair in order and half a group with none, which is Jeffreys' prior of a share. So groups that show no spread, as
+    where every pair is in order, are as many observations as there are groups.
 
     Args:
         of: The AUROC.
         width: Standard errors to each side; without it the t quantile of so many groups (Cornish and Fisher's).
-        tail: The chance that is left out on each side.
-        least: The least value that is possible: -1 for a difference.
+        is_difference: Whether it is one, from -1 to 1.
     """
-    groups, error = len(of.influence), of.error
+    groups = len(of.influence)
     if groups < GROUPS:
         return Interval(None, None, f"{groups} groups; an interval needs {GROUPS}")
-    if error == 0 and least == 0 and of.value in (0.0, 1.0):
-        low = tail ** (1 / groups)
-        return Interval(low, 1.0) if of.value else Interval(0.0, 1 - low)
     if width is None:
         width = Z95 + (Z95**3 + Z95) / (4 * (groups - 1))
-    return Interval(max(least, of.value - width * error), min(1.0, of.value + width * error))
+    if is_difference:
+        return Interval(max(-1.0, of.value - width * of.error), min(1.0, of.value + width * of.error))
+    low, high = wilson(of.value, _observations(of), width)
+    return Interval(low, high)
+
+
+def _observations(of: Area) -> float:
+    """How many independent observations of a share have an AUROC's standard error."""
+    groups = len(of.influence)
+    mean = (groups * of.value + 0.5) / (groups + 1)
+    # Of the groups' pseudovalues, value + groups * influence, and of two halves at 1 and 0.
+    squares = groups**2 * float(np.square(of.influence).sum()) + groups * (of.value - mean) ** 2
+    squares += 0.5 * ((1 - mean) ** 2 + mean**2)
+    return mean * (1 - mean) * groups * (groups + 1) / squares
 
 
 def band(areas: Sequence[Area]) -> list[Interval]:
@@ -104,4 +115,4 @@ def band(areas: Sequence[Area]) -> list[Interval]:
     normal = random.multivariate_normal(np.zeros(len(areas)), unit @ unit.T, _DRAWS, method="eigh")
     deviations = np.abs(normal).max(axis=1) / np.sqrt(random.chisquare(freedom, _DRAWS) / freedom)
     width = float(np.quantile(deviations, 0.95))
-    return [interval(of, width, 0.025 / len(areas)) for of in areas]
+    return [interval(of, width) for of in areas]

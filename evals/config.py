@@ -98,7 +98,7 @@ class Config(BaseModel):
     @property
     def plain_at_zero(self) -> bool:
         """Whether a scale of 0 is no steering, and not asked: where all interventions add, and so do nothing then."""
-        return all(scaled_field(one) == "scale" for one in self.interventions)
+        return all(scaled_field(intervention) == "scale" for intervention in self.interventions)
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -171,10 +171,10 @@ class Config(BaseModel):
         """The list itself, or the YAML or JSON file that has it."""
         if not isinstance(value, str):
             return value
-        found = _read_yaml(value)
-        if not isinstance(found, list) or not found:
+        interventions = _read_yaml(value)
+        if not isinstance(interventions, list) or not interventions:
             raise ValueError(f"{value}: not a list of interventions")
-        return found
+        return interventions
 
     @field_validator("sweep", mode="before")
     @classmethod
@@ -191,12 +191,12 @@ class Config(BaseModel):
 
     @field_validator("sweep")
     @classmethod
-    def _check_sweep(cls, found: dict[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-        if repeated := [name for name, numbers in found.items() if len(set(numbers)) < len(numbers)]:
+    def _check_sweep(cls, sweep: dict[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+        if repeated := [name for name, numbers in sweep.items() if len(set(numbers)) < len(numbers)]:
             raise ValueError(f"a {repeated[0]} appears twice")
-        if broken := [number for number in found.get("layer", ()) if not number.is_integer()]:
+        if broken := [number for number in sweep.get("layer", ()) if not number.is_integer()]:
             raise ValueError(f"a layer is a whole number, not {broken[0]:g}")
-        return found
+        return sweep
 
     @field_validator("server_options", mode="before")
     @classmethod

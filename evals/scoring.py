@@ -1,8 +1,10 @@
 r"""GSM8K's scoring rules as pure functions: where a text's answer stands, and whether it is the right number.
 
 - strict: the number after the first `#### `, as openai/grade-school-math `dataset.py` extracts it.
-- flexible: the last number of the text, as lm-evaluation-harness `gsm8k` v3 `flexible-extract` does.
-- normalized: the last number that stands after `####` or in `\boxed{}`, however it is written.
+- flexible: the last number of the answer, as lm-evaluation-harness `gsm8k` v3 `flexible-extract` does.
+- normalized: the last number of the answer that stands after `####` or in `\boxed{}`, however it is written.
+
+The answer ends where a model goes on with a problem of its own, at which lm-evaluation-harness stops generating.
 
 strict and flexible compare as lm-evaluation-harness does: as text, without commas, dollar signs and a trailing dot. So
 `$1,234.` is 1234, and `18.00` is not 18. normalized compares as numbers.
@@ -33,6 +35,8 @@ NORMALIZED = re.compile(
     re.IGNORECASE,
 )
 SEPARATOR = re.compile(r"[^0-9.]")
+# At a line's start; before the first number it is the question that was asked, repeated.
+NEW_PROBLEM = re.compile(r"^[ \t]*+(?:Question|Problem|Q)[ \t]*+[0-9]*+[ \t]*+:", re.MULTILINE)
 
 
 class Answer(NamedTuple):
@@ -49,6 +53,16 @@ class Answer(NamedTuple):
     end: int
 
 
+def answer_end(text: str) -> int:
+    """Where the answer ends: at a line that begins a new problem (`Question:`, `Problem 2:`, `Q:`), else with the text.
+
+    Before the first number such a line repeats the question, and ends nothing.
+    """
+    number = DIGIT.search(text)
+    following = NEW_PROBLEM.search(text, number.start()) if number else None
+    return following.start() if following else len(text)
+
+
 def find_strict(text: str) -> Answer | None:
     """The first number after `#### `, without its commas; None where there is none."""
     match = STRICT.search(text)
@@ -58,18 +72,18 @@ def find_strict(text: str) -> Answer | None:
 
 
 def find_flexible(text: str) -> Answer | None:
-    """The last number of the text, as it stands there (`$1,234.`); None where there is none.
+    """The last number of the answer, as it stands there (`$1,234.`); None where there is none.
 
     By lm-evaluation-harness's rule: two or more dots, commas or dollar signs alone are one too, and score wrong.
     """
     last = None
-    for match in FLEXIBLE.finditer(text):
+    for match in FLEXIBLE.finditer(text, 0, answer_end(text)):
         last = match
     return Answer(last[0], *last.span()) if last else None
 
 
 def find_normalized(text: str) -> Answer | None:
-    r"""The last number that stands after `####` or in `\boxed{}`, in plain digits (`-1234.5`); None without one.
+    r"""The answer's last number after `####` or in `\boxed{}`, in plain digits (`-1234.5`); None without one.
 
     Before the number there may be spaces and line ends, the signs `* _ ` ~ : = ( [ {` and those of currencies, LaTeX's
     `\(`, `\[`, `\$`, `\text..` and `\math..`, and the words "the final answer is". The number may have commas between
@@ -78,7 +92,7 @@ def find_normalized(text: str) -> Answer | None:
     `####` are no answers.
     """
     last = None
-    for match in NORMALIZED.finditer(text):
+    for match in NORMALIZED.finditer(text, 0, answer_end(text)):
         last = match
     if last is None:
         return None
@@ -150,9 +164,9 @@ def is_correct(completion: str, gold: str, rule: Rule = "strict") -> bool:
 
 def strict_match(text: str) -> str | None:
     """The answer by the strict rule, without its commas; None where there is none."""
-    return found.text if (found := find_strict(text)) else None
+    return answer.text if (answer := find_strict(text)) else None
 
 
 def flexible_match(text: str) -> str | None:
     """The answer by the flexible rule, as it stands in the text; None where there is none."""
-    return found.text if (found := find_flexible(text)) else None
+    return answer.text if (answer := find_flexible(text)) else None

@@ -18,7 +18,7 @@ def proportion(hits: int, total: int) -> dict[str, Any]:
         return {"correct": 0, "of": 0, "accuracy": None, "stderr": None, "ci95": None}
     p = hits / total
     stderr = math.sqrt(p * (1 - p) / total)
-    return {"correct": hits, "of": total, "accuracy": p, "stderr": stderr, "ci95": _wilson(p, total)}
+    return {"correct": hits, "of": total, "accuracy": p, "stderr": stderr, "ci95": wilson(p, total)}
 
 
 def clustered(hits: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
@@ -32,17 +32,17 @@ def clustered(hits: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
         of: all answers by problem, at least one each.
     """
     right, total, n = sum(hits), sum(of), len(of)
-    found = proportion(right, total)
+    share = proportion(right, total)
     if total == n:
-        return found
+        return share
     if n < 2:
-        return found | {"stderr": None, "ci95": None}
+        return share | {"stderr": None, "ci95": None}
     p = right / total
     if all(h * total == right * k for h, k in zip(hits, of, strict=True)):
         # Problems do not differ at all: no more answers than there are problems.
-        return found | {"stderr": 0.0, "ci95": _wilson(p, n)}
+        return share | {"stderr": 0.0, "ci95": wilson(p, n)}
     stderr = math.sqrt(n / (n - 1) * sum((h - p * k) ** 2 for h, k in zip(hits, of, strict=True))) / total
-    return found | {"stderr": stderr, "ci95": _wilson(p, min(total, p * (1 - p) / stderr**2))}
+    return share | {"stderr": stderr, "ci95": wilson(p, min(total, p * (1 - p) / stderr**2))}
 
 
 def paired_difference(a: Mapping[str, Sequence[bool]], b: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
@@ -61,13 +61,13 @@ def paired_difference(a: Mapping[str, Sequence[bool]], b: Mapping[str, Sequence[
         return {"problems": 0, "difference": None, "ci95": None, "only_a": 0, "only_b": 0, "p": None}
     exact = [Fraction(sum(b[i]), len(b[i])) - Fraction(sum(a[i]), len(a[i])) for i in shared]
     n, answers = len(shared), sum(min(len(a[i]), len(b[i])) for i in shared)
-    mean, square = float(sum(exact) / n), float(sum(one**2 for one in exact) / n)
+    mean, square = float(sum(exact) / n), float(sum(difference**2 for difference in exact) / n)
     return {
         "problems": n,
         "difference": mean,
         "ci95": None if n < 2 and answers > n else _tango(mean, square, n, answers),
-        "only_a": sum(one < 0 for one in exact),
-        "only_b": sum(one > 0 for one in exact),
+        "only_a": sum(difference < 0 for difference in exact),
+        "only_b": sum(difference > 0 for difference in exact),
         "p": sign_flip(exact),
     }
 
@@ -78,8 +78,8 @@ def sign_flip(differences: Sequence[Fraction]) -> float:
     Of differences of -1, 0 and 1 this is McNemar's test. Differences that have no common unit above 1/240 are rounded
     to that, which leaves the test exact.
     """
-    unit = min(math.lcm(*(one.denominator for one in differences)), FINEST)
-    steps = [round(one * unit) for one in differences]
+    unit = min(math.lcm(*(difference.denominator for difference in differences)), FINEST)
+    steps = [round(difference * unit) for difference in differences]
     common = math.gcd(*steps) or 1
     steps = [step // common for step in steps]
     top, chances = 0, np.zeros(sum(map(abs, steps)) + 1)  # of each sum of those steps that go up
@@ -104,20 +104,20 @@ def pass_at(k: int, hits: Sequence[int], of: Sequence[int]) -> float | None:
 def holm(values: Sequence[float | None]) -> list[float | None]:
     """P values corrected for how many there are, as Holm (1979): each stands for itself, at any joint level."""
     order = sorted((p, place) for place, p in enumerate(values) if p is not None)
-    found: list[float | None] = [None] * len(values)
+    corrected: list[float | None] = [None] * len(values)
     least = 0.0
     for rank, (p, place) in enumerate(order):
         least = max(least, min(1.0, (len(order) - rank) * p))
-        found[place] = least
-    return found
+        corrected[place] = least
+    return corrected
 
 
-def _wilson(p: float, n: float) -> list[float]:
-    """The 95% interval of an accuracy p of n answers."""
-    z2 = Z95**2
+def wilson(p: float, n: float, width: float = Z95) -> list[float]:
+    """The interval of a share p of n observations, 95% by default; `width` is its half in standard errors."""
+    z2 = width**2
     center = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n**2)) / (1 + z2 / n)
-    return [max(0.0, center - half), min(1.0, center + half)]
+    half = width * math.sqrt(p * (1 - p) / n + z2 / (4 * n**2)) / (1 + z2 / n)
+    return [max(0.0, min(p, center - half)), min(1.0, max(p, center + half))]
 
 
 def _tango(mean: float, square: float, problems: int, answers: int) -> list[float]:

@@ -55,8 +55,8 @@ def build_app(options: Options | dict[str, Any]) -> Application:
         if starting and checked.model != NO_MODEL:
             place = located(checked.model, checked.models_dir)
             if isinstance(place, str) and "/" not in place:
-                there = ", ".join([DEMO, *sorted(path.name for path in Path(checked.models_dir).glob("*/"))])
-                click.echo(f"no local model {place} (local: {there}); trying the hub", err=True)
+                local = ", ".join([DEMO, *sorted(path.name for path in Path(checked.models_dir).glob("*/"))])
+                click.echo(f"no local model {place} (local: {local}); trying the hub", err=True)
         return _composed(checked)
     except (ValueError, OSError, LoadError) as error:
         if click.get_current_context(silent=True):

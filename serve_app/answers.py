@@ -5,41 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from deployments.messages import (
-    CallPart,
-    End,
-    Message,
-    Piece,
-    Refusal,
-    RunReport,
-    TokenLayers,
-    TokenLogprob,
-    whole_calls,
-)
+from deployments.messages import CallPart, End, Entry, Message, Piece, Refusal, RunReport, whole_calls
 from deployments.readouts.spec import ReadoutRows
 from serve_app.http.errors import ApiError, render
-from serve_app.logprobs import of_chat, of_completion, of_lens
 
 Kind = Literal["chat", "completion"]
-
-
-@dataclass
-class AnswerChoice:
-    """One choice as its messages arrive."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: list[CallPart] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    prompt_ids: tuple[int, ...] = ()
-    lens: list[TokenLayers] | None = None
-    readouts: list[ReadoutRows] = field(default_factory=list)
-    end: End | None = None
 
 
 class Answer:
@@ -59,10 +32,10 @@ class Answer:
             returned: The number of likeliest ones among these that become choices; by default all.
         """
         self._kind = kind
-        self._logprobs = of_chat if kind == "chat" else of_completion
-        self._choices = [AnswerChoice() for _ in range(sequences)]
+        self._sequences = sequences
         self._per_prompt = per_prompt
         self._returned = returned or per_prompt
+        self._ended: dict[int, End] = {}
         self._head = {
             "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{job_id}",
             "object": "",
@@ -71,18 +44,23 @@ class Answer:
             "system_fingerprint": None,
         }
 
+    @property
+    def _ends(self) -> list[End]:
+        """The ends of all sequences so far, in their order."""
+        return [end for _, end in sorted(self._ended.items())]
+
     def whole(self, messages: Iterable[Message]) -> dict[str, Any]:
-        """The answer as one body.
+        """The answer as one body, from the ends of all sequences.
 
         Raises:
             ApiError: The replica rejected the request.
         """
         for message in messages:
             self._note(message)
-        choices = [self._choice(index, choice) for index, choice in enumerate(self._best())]
+        choices = [self._choice(index, end) for index, end in enumerate(self._best())]
         kind = "chat.completion" if self._kind == "chat" else "text_completion"
         body = self._head | {"object": kind, "choices": choices, "usage": self._usage()}
-        body |= self._prompt_ids(self._choices[0])
+        body |= self._prompt_ids(self._ended[0])
         meta = self._activations()
         return body | ({"activations_meta": meta} if meta else {})
 
@@ -101,8 +79,8 @@ class Answer:
             self._head["usage"] = None  # as OpenAI: each chunk has the field, and the last one its value
         try:
             if self._kind == "chat":
-                known = self._prompt_ids(first[0]) if first and not isinstance(first[0], Refusal) else {}
-                for index in range(len(self._choices)):
+                known = self._prompt_ids(first[0]) if first else {}
+                for index in range(self._sequences):
                     begun = self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
                     yield self._event([begun], **known)
             for message in first:
@@ -126,69 +104,47 @@ class Answer:
     def _note(self, message: Message) -> None:
         if isinstance(message, Refusal):
             raise ApiError.of(message)
-        choice = self._choices[message.index]
-        choice.logprobs.extend(message.logprobs)
-        choice.token_ids.extend(message.token_ids)
-        choice.prompt_ids = choice.prompt_ids or message.prompt_ids
-        choice.readouts.extend(message.readouts)
-        if message.lens is not None:
-            choice.lens = choice.lens or []
-            choice.lens.extend(message.lens)
         if isinstance(message, End):
-            choice.end = message
-        else:
-            choice.text += message.text
-            choice.reasoning += message.reasoning
-            choice.tool_calls.extend(message.tool_calls)
+            self._ended[message.index] = message
 
-    # ---- whole
-
-    def _best(self) -> list[AnswerChoice]:
-        """The returned sequences of each prompt; if some are left out, the likeliest in order."""
-        if self._returned == self._per_prompt:
-            return self._choices
-        best = []
-        for first in range(0, len(self._choices), self._per_prompt):
-            ranked = sorted(self._choices[first : first + self._per_prompt], key=_likeliness, reverse=True)
-            best += ranked[: self._returned]
-        return best
-
-    def _prompt_ids(self, part: AnswerChoice | Piece | End) -> dict[str, Any]:
+    def _prompt_ids(self, message: Message) -> dict[str, Any]:
         """A chat's field with its prompt's token ids, if requested."""
-        return {"prompt_token_ids": list(part.prompt_ids)} if self._kind == "chat" and part.prompt_ids else {}
+        piece = message.piece if isinstance(message, End) else message
+        if self._kind == "completion" or isinstance(piece, Refusal) or not piece.prompt_ids:
+            return {}
+        return {"prompt_token_ids": piece.prompt_ids}
 
-    def _seen(self, part: AnswerChoice | Piece | End) -> dict[str, Any]:
-        """A choice's fields besides OpenAI's: token ids and the logit lens, if requested."""
-        end = part.end if isinstance(part, AnswerChoice) else part
-        prompt = end.prompt_lens if isinstance(end, End) else ()
-        lens = {} if part.lens is None else {"logit_lens": of_lens(part.lens, prompt)}
-        return self._token_ids(part) | lens | _of_readouts(part.readouts)
+    def _of_tokens(self, piece: Piece, prompt_lens: Sequence[Entry] = ()) -> dict[str, Any]:
+        """A choice's fields for the tokens of a piece."""
+        fields: dict[str, Any] = {"logprobs": self._logprobs(piece.logprobs)}
+        if piece.token_ids or piece.prompt_ids:
+            fields["token_ids"] = piece.token_ids
+        if self._kind == "completion" and piece.prompt_ids:
+            fields["prompt_token_ids"] = piece.prompt_ids
+        if piece.lens is not None:
+            fields["logit_lens"] = {"content": piece.lens} | ({"prompt": prompt_lens} if prompt_lens else {})
+        return fields | _of_readouts(piece.readouts)
 
-    def _token_ids(self, part: AnswerChoice | Piece | End) -> dict[str, Any]:
-        """A choice's token ids, if requested; in a completion also its prompt's."""
-        said = {"token_ids": list(part.token_ids)} if part.token_ids or part.prompt_ids else {}
-        if self._kind == "completion" and part.prompt_ids:
-            said["prompt_token_ids"] = list(part.prompt_ids)
-        return said
+    def _logprobs(self, tokens: Sequence[tuple[Entry, int]]) -> dict[str, Any] | None:
+        """`choices[].logprobs`; None without tokens.
 
-    def _choice(self, index: int, choice: AnswerChoice) -> dict[str, Any]:
-        assert choice.end is not None
-        where = _where(choice.end.run)
-        scores = self._logprobs(choice.logprobs)
-        common = {"index": index, "finish_reason": choice.end.finish_reason, "logprobs": scores}
-        common |= self._seen(choice) | _norms(choice.end) | _of_edits(choice.end)
-        if self._kind == "completion":
-            return common | {"text": choice.text} | where
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if choice.tool_calls:
-            calls = [_call(call) for call in whole_calls(choice.tool_calls)]
-            message |= {"content": choice.text or None, "tool_calls": calls}
-        if choice.reasoning:
-            message["reasoning_content"] = choice.reasoning
-        return common | {"message": message | where}
+        In a completion, as in OpenAI's API, the token itself is among the top tokens, so there may be one more than
+        requested. A prompt's first token has neither.
+        """
+        if not tokens:
+            return None
+        entries = [entry for entry, _ in tokens]
+        if self._kind == "chat":
+            return {"content": entries, "refusal": None}
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [_by_text(entry) for entry in entries],
+            "text_offset": [offset for _, offset in tokens],
+        }
 
     def _usage(self) -> dict[str, Any]:
-        ends = [choice.end for choice in self._choices if choice.end]
+        ends = self._ends
         prompt = sum(end.prompt_tokens for end in ends[:: self._per_prompt])
         completion = sum(end.completion_tokens for end in ends)
         return {
@@ -200,7 +156,7 @@ class Answer:
 
     def _activations(self) -> dict[str, Any] | None:
         """`activations_meta`; an error if one of its runs failed."""
-        runs = [(i, choice.end.run) for i, choice in enumerate(self._choices) if choice.end and choice.end.run]
+        runs = [(end.index, end.run) for end in self._ends if end.run]
         if not runs:
             return None
         failed = next((run for _, run in runs if run.status == "failed"), None)
@@ -210,53 +166,72 @@ class Answer:
             meta["reason"] = failed.reason
         return meta | {"runs": [{"index": index} | _report(run) for index, run in runs]}
 
+    # ---- whole
+
+    def _best(self) -> list[End]:
+        """The returned sequences of each prompt; if some are left out, the likeliest in order."""
+        ends = self._ends
+        if self._returned == self._per_prompt:
+            return ends
+        best = []
+        for first in range(0, len(ends), self._per_prompt):
+            ranked = sorted(ends[first : first + self._per_prompt], key=lambda end: end.likeliness, reverse=True)
+            best += ranked[: self._returned]
+        return best
+
+    def _choice(self, index: int, end: End) -> dict[str, Any]:
+        piece, files = end.piece, _files(end.run)
+        common = {"index": index, "finish_reason": end.finish_reason}
+        common |= self._of_tokens(piece, end.prompt_lens) | _of_edits(end)
+        if self._kind == "completion":
+            return common | {"text": piece.text} | files
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.tool_calls:
+            calls = [_call(call) for call in whole_calls(piece.tool_calls)]
+            message |= {"content": piece.text or None, "tool_calls": calls}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        return common | {"message": message | files}
+
     # ---- streamed
 
     def _events(self, message: Message) -> Iterator[str]:
         self._note(message)
         if isinstance(message, Piece):
-            said: Piece | None = message
-            for delta in self._deltas(message):
-                yield self._event([self._chunk(message.index, delta, said=said)])
-                said = None
+            fields = self._of_tokens(message)
+            for delta in _deltas(message):
+                yield self._event([self._chunk(message.index, delta) | fields])
+                fields = {}
         elif isinstance(message, End):
-            where = _where(message.run)
-            chunk = self._chunk(message.index, where, message.finish_reason, message) | _norms(message)
-            chunk |= _of_edits(message)
-            yield self._event([chunk])
+            chunk = self._chunk(message.index, _files(message.run), message.finish_reason)
+            yield self._event([chunk | self._of_tokens(message.piece, message.prompt_lens) | _of_edits(message)])
 
-    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """A piece's deltas: text first, then each part of a call separately, because clients rely on the order."""
-        said: dict[str, Any] = {"reasoning_content": piece.reasoning, "content": piece.text}
-        delta = {name: text for name, text in said.items() if text}
-        if delta or not piece.tool_calls:
-            yield delta
-        for part in piece.tool_calls:
-            function = {"arguments": part.arguments}
-            yield {"tool_calls": [{"index": part.number} | (_call(part) if part.id else {"function": function})]}
-
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        finish_reason: str | None = None,
-        said: Piece | End | None = None,
-    ) -> dict[str, Any]:
-        scores = self._logprobs(said.logprobs if said else ())
-        head = {"index": index, "finish_reason": finish_reason, "logprobs": scores}
-        head |= self._seen(said) if said else {}
-        if self._kind == "chat":
-            return head | {"delta": delta}
-        return head | {"text": delta.pop("content", "")} | delta
+    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        head = {"index": index, "finish_reason": finish_reason, "logprobs": None}
+        return head | ({"delta": delta} if self._kind == "chat" else {"text": delta.pop("content", "")} | delta)
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         kind = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
         return f"data: {json.dumps(self._head | {'object': kind, 'choices': choices} | more)}\n\n"
 
 
-def _norms(end: End) -> dict[str, Any]:
-    """The field of a choice with the norms that interventions used as their unit."""
-    return {"norms": [one._asdict() | {"norm": _finite(one.norm)} for one in end.norms]} if end.norms else {}
+def _by_text(entry: Entry) -> dict[str, float] | None:
+    logprobs: dict[str, float] = {}
+    for candidate in (*entry["top_logprobs"], entry):  # of two tokens with the same text, the likelier
+        if candidate["logprob"] is not None:
+            logprobs.setdefault(candidate["token"], candidate["logprob"])
+    return logprobs or None
+
+
+def _deltas(piece: Piece) -> Iterator[dict[str, Any]]:
+    """A piece's deltas: text first, then each part of a call separately, because clients rely on the order."""
+    texts = {"reasoning_content": piece.reasoning, "content": piece.text}
+    delta: dict[str, Any] = {name: text for name, text in texts.items() if text}
+    if delta:
+        yield delta
+    for part in piece.tool_calls:
+        function = {"arguments": part.arguments}
+        yield {"tool_calls": [{"index": part.number} | (_call(part) if part.id else {"function": function})]}
 
 
 def _call(call: CallPart) -> dict[str, Any]:
@@ -264,12 +239,7 @@ def _call(call: CallPart) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _likeliness(choice: AnswerChoice) -> float:
-    assert choice.end is not None
-    return choice.end.likeliness
-
-
-def _where(run: RunReport | None) -> dict[str, Any]:
+def _files(run: RunReport | None) -> dict[str, Any]:
     """The fields of a message or choice for its own run."""
     if run is None:
         return {}
@@ -278,8 +248,7 @@ def _where(run: RunReport | None) -> dict[str, Any]:
 
 
 def _report(run: RunReport) -> dict[str, Any]:
-    report = asdict(run)
-    return {name: value for name, value in report.items() if value is not None or name != "reason"}
+    return {name: value for name, value in vars(run).items() if value is not None or name != "reason"}
 
 
 def _of_readouts(parts: Iterable[ReadoutRows]) -> dict[str, Any]:
@@ -288,19 +257,19 @@ def _of_readouts(parts: Iterable[ReadoutRows]) -> dict[str, Any]:
     `first` is the index, within its phase, of the first token with values; if the tokens are not consecutive, `index`
     lists them. A value that is not finite is null.
     """
-    found: dict[str, Any] = {}
+    readouts: dict[str, Any] = {}
     for part in parts:
-        one = found.setdefault(part.name, {"labels": list(part.labels)} if part.labels else {})
+        readout = readouts.setdefault(part.name, {"labels": list(part.labels)} if part.labels else {})
         began = {"first": part.index[0], "index": [], "values": []}
-        phase = one.setdefault("generated" if part.generated else "prompt", began)
+        phase = readout.setdefault("generated" if part.generated else "prompt", began)
         phase["index"] += part.index
         phase["values"] += _rows(part)
-    for one in found.values():
-        for phase in (one[name] for name in ("prompt", "generated") if name in one):
+    for readout in readouts.values():
+        for phase in (readout[name] for name in ("prompt", "generated") if name in readout):
             index = phase["index"]
             if index == list(range(index[0], index[0] + len(index))):
                 del phase["index"]
-    return {"readouts": found} if found else {}
+    return {"readouts": readouts} if readouts else {}
 
 
 def _rows(part: ReadoutRows) -> list[Any]:
@@ -319,12 +288,14 @@ def _finite(value: Any) -> Any:
 
 
 def _of_edits(end: End) -> dict[str, Any]:
-    """The fields of a choice for gated or reported interventions, and for the row that ended the answer."""
-    said: dict[str, Any] = {}
+    """A choice's fields for the norms that interventions used, for gates and reports, and for the row that ended it."""
+    fields: dict[str, Any] = {}
+    if end.norms:
+        fields["norms"] = [one._asdict() | {"norm": _finite(one.norm)} for one in end.norms]
     if end.edits:
-        said["report"] = [
-            {name: _finite(value) for name, value in one._asdict().items() if value is not None} for one in end.edits
+        fields["report"] = [
+            {name: _finite(value) for name, value in edit._asdict().items() if value is not None} for edit in end.edits
         ]
     if end.stop_reason:
-        said["stop_reason"] = end.stop_reason._asdict() | {"value": _finite(end.stop_reason.value)}
-    return said
+        fields["stop_reason"] = end.stop_reason._asdict() | {"value": _finite(end.stop_reason.value)}
+    return fields

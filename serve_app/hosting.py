@@ -1,8 +1,7 @@
 """Serves the app for another program: `python -m serve_app.hosting < plan.json`.
 
 It joins the Ray cluster of `RAY_ADDRESS` or of this machine, or starts one. Once the model serves, it writes the
-plan's record and runs until SIGTERM or SIGINT. With `attached`, it also ends when its standard input closes, and so
-ends with the program that started it. At the end it removes only what it started.
+plan's record and runs until SIGTERM or SIGINT. At the end it removes only what it started.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
@@ -24,24 +22,24 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.context import _get_global_client  # the only way to find out whether Serve runs, and its address
 
+from deployments import __version__
 from deployments.clusters import join
 from deployments.errors import LoadError
 from deployments.options import Options
 from serve_app import build_app
 
 APP = "default"
-CHUNK = 4096  # bytes
 
 
 class ServePlan(BaseModel):
     """The application to serve and its address.
 
     Attributes:
-        host: HTTP host.
-        port: HTTP port.
+        host: The address to listen at.
+        port: The port.
         options: The operator's options.
         record: A file that describes the running server and names the process to end.
-        attached: Whether the server ends when standard input closes.
+        attached: Whether the server ends when its standard input closes, and so with the program that started it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +58,7 @@ def main() -> int:
     if plan.attached:
         threading.Thread(target=_end_with_starter, daemon=True).start()
     try:
-        with hosted(plan):
+        with _hosted(plan):
             while True:  # pause returns after each handled signal; those that end this raise
                 signal.pause()
     except KeyboardInterrupt:
@@ -72,14 +70,8 @@ def main() -> int:
 
 
 @contextmanager
-def hosted(plan: ServePlan) -> Iterator[None]:
-    """The plan's server while the block runs.
-
-    Raises:
-        RuntimeError: The cluster's Serve has another address or already runs an application of that name, or the model
-            could not be loaded.
-        ConnectionError: The cluster of `RAY_ADDRESS` does not answer.
-    """
+def _hosted(plan: ServePlan) -> Iterator[None]:
+    """The plan's server while the block runs."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     is_own = join()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # replaces the handler that Ray installed
@@ -87,8 +79,10 @@ def hosted(plan: ServePlan) -> Iterator[None]:
         before = _get_global_client(raise_if_no_controller_running=False)
         if before is None:
             serve.start(http_options={"host": plan.host, "port": plan.port}, logging_config={"log_level": "WARNING"})
-        else:
-            _check_room(before.http_config, plan)
+        elif (port := before.http_config.port) != plan.port:
+            raise RuntimeError(f"Ray Serve runs in this cluster and listens at port {port}, not at {plan.port}")
+        elif APP in serve.status().applications:
+            raise RuntimeError(f"Ray Serve runs an application {APP!r} in this cluster already")
         try:
             _run(plan.options)
             _write_record(plan)
@@ -101,13 +95,6 @@ def hosted(plan: ServePlan) -> Iterator[None]:
                 _remove(before is None)
     finally:
         ray.shutdown()
-
-
-def _check_room(http: Any, plan: ServePlan) -> None:
-    if http.port != plan.port:
-        raise RuntimeError(f"Ray Serve runs in this cluster and listens at port {http.port}, not at {plan.port}")
-    if APP in serve.status().applications:
-        raise RuntimeError(f"Ray Serve runs an application {APP!r} in this cluster already")
 
 
 def _run(options: Options) -> None:
@@ -131,13 +118,13 @@ def _remove(serve_too: bool) -> None:
 
 def _write_record(plan: ServePlan) -> None:
     """Write atomically and readable only by this user: a store's URI may contain a key."""
-    process = psutil.Process()
+    process, address = psutil.Process(), ray.get_runtime_context().gcs_address
     content = {
         "pid": process.pid,
-        "created": process.create_time(),
+        "created": process.create_time(),  # seconds since the epoch
+        "version": __version__,
         "options": plan.options.model_dump(mode="json"),
-        "ray_address": ray.get_runtime_context().gcs_address,
-        "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),
+        "ray": {"RAY_ADDRESS": address, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")},
     }
     part = plan.record.with_suffix(f".{process.pid}")
     part.touch(mode=0o600)
@@ -147,7 +134,7 @@ def _write_record(plan: ServePlan) -> None:
 
 def _end_with_starter() -> None:
     # Not through sys.stdin: a thread that reads it delays the interpreter's exit.
-    while os.read(0, CHUNK):
+    while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)  # SIGINT may be ignored, as in background jobs of scripts
 

@@ -57,11 +57,11 @@ class OpenApiApp(FastAPI):
 
 def errors(*statuses: int) -> Responses:
     """These failures, each with its body, an example and its headers."""
-    found: Responses = {}
+    responses: Responses = {}
     for status in statuses:
         description, code = FAILURES[status]
-        found |= failure(description, ApiError(status, description, None, code))
-    return found
+        responses |= failure(description, ApiError(status, description, None, code))
+    return responses
 
 
 def failure(description: str, error: ApiError) -> Responses:

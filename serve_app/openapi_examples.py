@@ -22,7 +22,6 @@ def _listed(item: dict[str, Any]) -> Responses:
 
 
 def _file(kind: str, example: str) -> Responses:
-    """A file in pages."""
     content = {kind: {"example": example}}
     span = {"Content-Range": {"schema": {"type": "string"}, "example": "bytes 0-4194303/271340544"}}
     too_large = ApiError(413, "an answer has at most 4194304 bytes: request ranges", "Range", "range_required")

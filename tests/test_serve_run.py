@@ -14,7 +14,7 @@ import httpx
 import pytest
 from ray import serve
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.demo_model import WEIGHTS
 from serve_app import build_app
 from tests import waiting
@@ -88,7 +88,7 @@ def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(s
     assert meta["status"] == "stored"
     run = meta["runs"][0]
     uri = run["points"]["layers.2.input_layernorm.output"]["uri"]
-    assert len(load(uri, run_id=run["run_id"]).token_ids) == run["tokens"] == run["prompt_tokens"] + 800
+    assert len(read_run(uri, run_id=run["run_id"]).token_ids) == run["tokens"] == run["prompt_tokens"] + 800
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux schedules batch work")

@@ -9,47 +9,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrine.experiments.activations import Activations as Activations
-    from vitrine.experiments.attending import Attention as Attention
+    from vitrine.experiments.directions import Activations as Activations
     from vitrine.experiments.directions import Direction as Direction
     from vitrine.experiments.directions import Steer as Steer
     from vitrine.experiments.directions import difference_of_means as difference_of_means
     from vitrine.experiments.lenses import Lens as Lens
+    from vitrine.experiments.patching import Attention as Attention
     from vitrine.experiments.patching import PatchGrid as PatchGrid
     from vitrine.experiments.sweeping import Sweep as Sweep
     from vitrine.loading import load as load
     from vitrine.loading import load_runs as load_runs
     from vitrine.loading import load_stack as load_stack
-    from vitrine.nnsight_models import nnsight_model as nnsight_model
     from vitrine.own_server import serve as serve
     from vitrine.runs.rows import Run as Run
     from vitrine.server import AsyncServer as AsyncServer
     from vitrine.server import Server as Server
     from vitrine.server import connect as connect
     from vitrine.server import connect_async as connect_async
+    from vitrine.server import nnsight_model as nnsight_model
     from vitrine.server_error import ServerError as ServerError
 
-_MODULES = {
-    "Activations": "experiments.activations",
-    "AsyncServer": "server",
-    "Attention": "experiments.attending",
-    "Direction": "experiments.directions",
-    "Lens": "experiments.lenses",
-    "PatchGrid": "experiments.patching",
-    "Run": "runs.rows",
-    "Server": "server",
-    "ServerError": "server_error",
-    "Steer": "experiments.directions",
-    "Sweep": "experiments.sweeping",
-    "connect": "server",
-    "connect_async": "server",
-    "difference_of_means": "experiments.directions",
-    "load": "loading",
-    "load_runs": "loading",
-    "load_stack": "loading",
-    "nnsight_model": "nnsight_models",
-    "serve": "own_server",
+_NAMES = {
+    "experiments.directions": ["Activations", "Direction", "Steer", "difference_of_means"],
+    "experiments.lenses": ["Lens"],
+    "experiments.patching": ["Attention", "PatchGrid"],
+    "experiments.sweeping": ["Sweep"],
+    "loading": ["load", "load_runs", "load_stack"],
+    "own_server": ["serve"],
+    "runs.rows": ["Run"],
+    "server": ["AsyncServer", "Server", "connect", "connect_async", "nnsight_model"],
+    "server_error": ["ServerError"],
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,13 +12,20 @@ import numpy.typing as npt
 
 from vitrine.points import listed
 from vitrine.runs.reading import recorded
-from vitrine.runs.rows import Run, of_files
+from vitrine.runs.rows import Framework, Run, in_framework, of_files
 from vitrine.server import Server
 
 Points = str | Sequence[str] | None
 
 
-def load(source: Any, points: Points = None, *, run_id: str | None = None, server: Server | None = None) -> Run:
+def load(
+    source: Any,
+    points: Points = None,
+    *,
+    run_id: str | None = None,
+    server: Server | None = None,
+    framework: Framework = "numpy",
+) -> Run:
     """Load one stored run.
 
     Args:
@@ -26,6 +33,7 @@ def load(source: Any, points: Points = None, *, run_id: str | None = None, serve
         points: Names of recorded points, with `*` for every layer and -1 for the model's last; all by default.
         run_id: The run to load if the source has several.
         server: The server to fetch it from; None to read this machine's files.
+        framework: `numpy` for float32 arrays; `torch` for tensors of the stored data types.
 
     Raises:
         ValueError: The source has several runs or none, recorded nothing, or names no files.
@@ -34,16 +42,20 @@ def load(source: Any, points: Points = None, *, run_id: str | None = None, serve
 
     Examples:
         >>> answer = server.complete("Ann has 3 boxes", max_tokens=0, capture={"points": ["layers.*.output"]})
-        >>> run = vitrine.load(answer["activations_meta"]["runs"][0], "layers.-1.output")
+        >>> run = vitrine.load(answer["activations_meta"]["runs"][0], "layers.-1.output", framework="torch")
         >>> list(run), run["layers.5.output"].shape[1]
         (['layers.5.output'], 192)
     """
-    runs = load_runs(source, points, server=server)
-    chosen = [run for run in runs if run_id in (None, run.run_id)]
-    if len(chosen) != 1:
-        wanted = "give one of them as run_id, or use load_runs" if chosen else f"none is {run_id}"
-        raise ValueError(f"the source has {len(runs)} runs, and {wanted}: {', '.join(r.run_id for r in runs[:5])}, ...")
-    return chosen[0]
+    if server is None and run_id is not None and isinstance(source, str | Path):
+        runs = [run.only(points) for run in of_files(_local(str(source)), {run_id})]
+    else:
+        runs = [run for run in load_runs(source, points, server=server) if run_id in (None, run.run_id)]
+    if not runs:
+        raise ValueError(f"the source has no run {run_id or 'at all'}")
+    if len(runs) > 1:
+        names = ", ".join(run.run_id for run in runs[:5])
+        raise ValueError(f"the source has {len(runs)} runs: give one of them as run_id, or use load_runs: {names}, ...")
+    return in_framework(runs[0], framework)
 
 
 def load_runs(source: Any, points: Points = None, *, server: Server | None = None) -> list[Run]:
@@ -73,13 +85,13 @@ def load_runs(source: Any, points: Points = None, *, server: Server | None = Non
     if isinstance(source, str | Path):
         runs = sorted(of_files(_local(str(source))), key=lambda run: (run.facts["created"], run.run_id))
         return [run.only(points) for run in runs]
-    found = []
-    for stored in recorded(source):
-        if not stored["points"]:
-            raise ValueError(f"the answer names no files, only the run {stored['run_id']!r}: give server=")
-        file = _local(next(iter(stored["points"].values()))["uri"])
-        found += [run.only(points) for run in of_files(file, {stored["run_id"]})]
-    return found
+    runs = []
+    for entry in recorded(source):
+        if not entry["points"]:
+            raise ValueError(f"the answer names no files, only the run {entry['run_id']!r}: give server=")
+        file = _local(next(iter(entry["points"].values()))["uri"])
+        runs += [run.only(points) for run in of_files(file, {entry["run_id"]})]
+    return runs
 
 
 def load_stack(
@@ -114,10 +126,10 @@ def load_stack(
     if isinstance(source, Server):
         runs = source.load_runs(list(run_ids), points)
     else:
-        found = {run.run_id: run for run in of_files(_local(str(source)), set(run_ids))}
-        if missing := [name for name in run_ids if name not in found]:
+        by_id = {run.run_id: run for run in of_files(_local(str(source)), set(run_ids))}
+        if missing := [name for name in run_ids if name not in by_id]:
             raise LookupError(f"{source} has no run {', '.join(missing)}")
-        runs = [found[name] for name in run_ids]
+        runs = [by_id[name] for name in run_ids]
     rows, first = [], list[tuple[int, ...]]()
     for run in runs:
         place = _place(run, tokens)

@@ -1,19 +1,20 @@
-"""A server that runs as long as the program that started it."""
+"""Servers that a program starts on this machine and stops."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,22 +27,23 @@ STOP_S = 120.0  # for the server's running requests
 LINES = 20  # of the log, if the server does not start
 
 
+class StartError(RuntimeError):
+    """A server ended before its model was loaded, or was too slow; the text has the end of its log."""
+
+
 class OwnServer(Server):
     """A server that `serve` started; `close` stops it."""
 
-    def __init__(self, asynchronous: AsyncServer, process: subprocess.Popen[str], directory: Path) -> None:
+    def __init__(self, asynchronous: AsyncServer, running: contextlib.ExitStack) -> None:
         super().__init__(asynchronous)
-        self._process = process
-        self._directory = directory
+        self._running = running
         atexit.register(self.close)
 
     def close(self) -> None:
         """Close the connections and stop the server."""
         atexit.unregister(self.close)
-        if self._process.poll() is None:
-            super().close()
-            _stop(self._process)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        super().close()
+        self._running.close()
 
 
 def serve(model: str = "vitrine-demo", *, timeout: float = 600, **options: Any) -> Server:
@@ -65,60 +67,65 @@ def serve(model: str = "vitrine-demo", *, timeout: float = 600, **options: Any) 
         raise ImportError(
             "the server is not installed: in Vitrine's clone, pip install -c constraints.txt -e '.[serve]'"
         )
-    directory = Path(tempfile.mkdtemp(prefix="vitrine-"))
-    process, port = _started({"model": model, **options}, directory)
-    try:
-        _wait(process, directory, timeout)
-        return OwnServer(connect(f"http://{HOST}:{port}").asynchronous, process, directory)
-    except BaseException:  # also Ctrl-C: stop the server, then re-raise
-        _stop(process)
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
+    with contextlib.ExitStack() as running:
+        directory = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="vitrine-")))
+        plan = {"host": HOST, "port": free_port(), "options": {"model": model, **options}}
+        plan |= {"record": str(directory / "record"), "attached": True}
+        running.enter_context(hosted(plan, directory / "log", timeout, RAY_ADDRESS="local"))  # a Ray of its own
+        return OwnServer(connect(f"http://{HOST}:{plan['port']}").asynchronous, running.pop_all())
 
 
-def free_port() -> int:
-    """A free port of this machine, below the system's range for connections.
+@contextlib.contextmanager
+def hosted(plan: Mapping[str, Any], log: Path, timeout: float, **env: str) -> Iterator[dict[str, Any]]:
+    """A process of `serve_app.hosting` while the block runs, and longer if it is not attached; gives its record.
 
-    The server starts to listen seconds later, when a connection may have taken a port of that range.
+    Args:
+        plan: The fields of `serve_app.hosting.ServePlan`.
+        log: The file to which its output is appended.
+        timeout: Seconds for loading the model.
+        env: Defaults for variables of its environment.
+
+    Raises:
+        StartError: It ended before the model was loaded, or was too slow.
     """
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            return port
-
-
-def _started(options: dict[str, Any], directory: Path) -> tuple[subprocess.Popen[str], int]:
-    """Start a process that serves until its standard input closes, with its own Ray; return it and its port."""
-    port = free_port()
-    plan = {"host": HOST, "port": port, "options": options, "record": str(directory / "record"), "attached": True}
-    with (directory / "log").open("w") as log:
+    record = Path(plan["record"])
+    record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    record.unlink(missing_ok=True)  # of a server that was here before
+    with log.open("a") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "serve_app.hosting"],
             stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             text=True,
-            env={"RAY_ADDRESS": "local", **os.environ},
+            env={**env, **os.environ},
             start_new_session=True,  # Ctrl-C then reaches only this program, which stops the server
         )
     assert process.stdin
-    process.stdin.write(json.dumps(plan) + "\n")  # not an argument: an option may contain a key
-    process.stdin.flush()
-    return process, port
+    stays = False
+    try:
+        process.stdin.write(json.dumps(plan) + "\n")  # not an argument: an option may contain a key
+        process.stdin.flush()
+        content = _loaded(process, record, log, timeout)
+        stays = not plan["attached"]
+        yield content
+    finally:
+        if not stays:
+            _stop(process)
+        process.stdin.close()
 
 
-def _wait(process: subprocess.Popen[str], directory: Path, timeout: float) -> None:
-    """Wait until the server has written its record, after its model is loaded."""
+def _loaded(process: subprocess.Popen[str], record: Path, log: Path, timeout: float) -> dict[str, Any]:
+    """The record, as soon as the server has written it."""
     end = time.monotonic() + timeout
-    while not (directory / "record").exists():
-        ended = process.poll() is not None
-        if ended or time.monotonic() > end:
-            lines = (directory / "log").read_text(errors="replace").splitlines()[-LINES:]
-            what = (
-                f"the server ended with {process.returncode}" if ended else f"the model was not there in {timeout:g} s"
-            )
-            raise RuntimeError("\n".join([f"{what}; the end of its log:", *lines]))
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            content: dict[str, Any] = json.loads(record.read_bytes())
+            return content
+        if process.poll() is not None:
+            raise StartError(f"the server ended with status {process.returncode}{tail(log)}")
+        if time.monotonic() > end:
+            raise StartError(f"the model was not loaded within {timeout:g} s{tail(log)}")
         time.sleep(LOOK_S)
 
 
@@ -130,6 +137,27 @@ def _stop(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    finally:
-        assert process.stdin
-        process.stdin.close()
+
+
+def tail(log: Path) -> str:
+    """The last lines of a server's log, as the end of a message."""
+    return "\n".join(["; the end of its log:", *log.read_text(errors="replace").splitlines()[-LINES:]])
+
+
+def free_port(host: str = HOST) -> int:
+    """A free port of this machine, below the system's range for connections.
+
+    The server starts to listen seconds later, when a connection may have taken a port of that range.
+
+    Raises:
+        OSError: The host is not an address of this machine.
+    """
+    while True:
+        port = random.randrange(20_000, 30_000)
+        try:
+            with socket.socket() as probe:
+                probe.bind((host, port))
+            return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise

@@ -31,8 +31,8 @@ def canonical(name: str) -> str:
 
 def layer_of(point: str) -> int | None:
     """The number of a point's layer; None outside the layers, as for `embed.output`."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", point)
-    return int(found[1]) if found else None
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", point)
+    return int(match[1]) if match else None
 
 
 def matching(pattern: str, names: Collection[str], layers: int | None = None) -> list[str]:
@@ -54,7 +54,7 @@ def matching(pattern: str, names: Collection[str], layers: int | None = None) ->
             raise ValueError(f"{pattern}: these files do not record the number of layers: count the layer from 0")
         name = f"{match[1]}{int(match[2]) + layers}{match[3]}"
     fits = re.compile("[^.]+".join(map(re.escape, name.split("*"))))
-    return [one for one in names if fits.fullmatch(one)]
+    return [point for point in names if fits.fullmatch(point)]
 
 
 def listed(names: Collection[str], most: int = 4) -> str:

@@ -28,9 +28,6 @@ class ServerError(RequestFailed):
 
     Attributes:
         message: The server's message: what is wrong and what to do.
-        status: The HTTP status.
-        param: The wrong field, such as `capture.points[0]`; None if no field is at fault.
-        code: The error code, such as `unknown_point`; None without one.
 
     Examples:
         >>> try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import httpx
 
 import vitrine
 from benchmarks.common.harness import ROOT
-from vitrine.own_server import free_port
+from vitrine.own_server import free_port, tail
 
 START_S = 1200.0  # vLLM compiles the model first
 STOP_S = 30.0
@@ -72,7 +73,9 @@ def vllm_serve(model: Path, threads: int) -> Iterator[Server]:
         "VLLM_CACHE_ROOT": str(VLLM / "cache"),
         "VLLM_NO_USAGE_STATS": "1",
     }
-    options = ("--gpu-memory-utilization=0.2", "--max-model-len=4096")  # by default it asks for 92% of the memory
+    dtype = json.loads((model / "config.json").read_text())["dtype"]  # by default it casts float32 to bfloat16
+    # By default it asks for 92% of the memory.
+    options = (f"--dtype={dtype}", "--gpu-memory-utilization=0.2", "--max-model-len=4096")
     with _child(VLLM / "bin" / "vllm", "serve", model, *options, **env) as url:
         yield Server(url, str(model))
 
@@ -121,8 +124,7 @@ def _child(*command: str | Path, **env: str) -> Iterator[str]:
             ends = time.monotonic() + START_S
             while not _answers(url):
                 if process.poll() is not None or time.monotonic() > ends:
-                    tail = Path(log.name).read_text(errors="replace")[-3000:]
-                    raise RuntimeError(f"{command[0]} does not serve (status {process.returncode}):\n{tail}")
+                    raise RuntimeError(f"{command[0]} does not serve: {process.returncode}{tail(Path(log.name))}")
                 time.sleep(0.2)
             yield url
         finally:

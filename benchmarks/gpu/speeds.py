@@ -17,7 +17,7 @@ from benchmarks.gpu.machine import bandwidth
 from benchmarks.ways import Work, generate_batch
 from deployments.engine.request import Sampling
 from deployments.model import attention, tables
-from deployments.model.switch import Switch
+from deployments.model.fast_layers import Switch
 
 SAMPLED: dict[str, Any] = {"sampling": Sampling(temperature=0.8, top_p=0.9, seed=0), "logprobs": 5}
 TURNS = 3  # of each variant; their median counts

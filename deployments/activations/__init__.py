@@ -1,8 +1,8 @@
 """Captured activations on disk: writing, listing and reading them.
 
-`load("/data/activations/owner/session", run_id="...")["layers.8.output"]` is a torch tensor
-`[tokens, hidden]`; attention patterns are a sequence of tensors. Nothing here imports Ray:
-`deployments.activations.actors.store` does.
+`read_run("/data/activations/owner/session", run_id="...")["layers.8.output"]` is a torch tensor `[tokens, hidden]` that
+maps its file; attention patterns are a sequence of tensors. `vitrine.load` needs nothing of this package. Nothing here
+imports Ray: `deployments.activations.actors.store` does.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deployments.activations.reader.loading import Run, load, runs
+    from deployments.activations.reader.loading import Run, read_run, runs
 
-__all__ = ["Run", "load", "runs"]
+__all__ = ["Run", "read_run", "runs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
-from deployments.activations.export import Format
-from deployments.activations.facts import NO_OWNER, StoreError
+from deployments.activations.facts import NO_OWNER, Format, StoreError
 from deployments.activations.filters import Filter
 from deployments.options import STORE_VARIABLE, default_store, home
 
@@ -44,15 +43,15 @@ def _ls(args: argparse.Namespace) -> int:
 
     index, rows = Index.reading(args.dir) or Index.scanned(args.dir), list[Sequence[Any]]()
     if args.session is None:
-        for one in index.sessions(sys.maxsize):
-            counts = (one["id"], one["owner"], one["runs"], one["tokens"], size(one["bytes"]))
-            rows.append((*counts, time(one["updated"]), ", ".join(one["models"])))
+        for summed in index.sessions(sys.maxsize):
+            counts = (summed["id"], summed["owner"], summed["runs"], summed["tokens"], size(summed["bytes"]))
+            rows.append((*counts, time(summed["updated"]), ", ".join(summed["models"])))
         table("session owner runs tokens size updated models", rows, right="runs tokens size")
         return 0
     for run in index.runs(Filter(args.session), None):
         tags = ", ".join(f"{name}={value}" for name, value in run["tags"].items()) or None
-        said = (run[name] for name in ("run_id", "prompt_tokens", "tokens", "finish_reason", "model", "sample_id"))
-        rows.append((*said, time(run["created"]), tags, ", ".join(run["points"])))
+        fields = (run[name] for name in ("run_id", "prompt_tokens", "tokens", "finish_reason", "model", "sample_id"))
+        rows.append((*fields, time(run["created"]), tags, ", ".join(run["points"])))
     if not rows:
         raise ValueError(f"there is no session {args.session!r} in {args.dir}")
     table("run prompt tokens finish model sample created tags points", rows, right="prompt tokens")
@@ -60,7 +59,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from deployments.activations.export.exports import export
+    from deployments.activations.exports import export
 
     chosen = {"session": args.session, "run": _apart(args.run_ids), "points": _apart(args.points)}
     files = export(args.dir, args.to, args.format, overwrite=args.overwrite, **chosen)
@@ -75,11 +74,11 @@ def _verify(args: argparse.Namespace) -> int:
 
     rows, bad = list[tuple[Any, ...]](), 0
     for path in segments(args.dir, args.session):
-        found = verify(path)
-        bad += not found.ok
-        rest = "".join(f"; of {run}, {count} rows" for run, count in found.unfinished.items())
+        result = verify(path)
+        bad += not result.ok
+        rest = "".join(f"; of {run}, {count} rows" for run, count in result.unfinished.items())
         name = str(path).removeprefix(f"{args.dir}/")
-        rows.append((name, size(path.stat().st_size), found.state, found.runs, found.rows, found.reason + rest))
+        rows.append((name, size(path.stat().st_size), result.state, result.runs, result.rows, result.reason + rest))
     table("file size state runs rows reason", rows, right="size runs rows")
     if bad:
         print(f"\n{bad} of {len(rows)} files are not whole; their whole runs can be read", file=sys.stderr)

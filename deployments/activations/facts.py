@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+Format = Literal["pt", "safetensors", "npz", "parquet", "hf"]  # of exports
 NO_OWNER = "_"  # the directory of sessions without an owner; no owner's name is that
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -116,9 +117,9 @@ class RunInfo:
         return SessionName(self.owner, self.session_id)
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> RunInfo:
+    def of(cls, facts: Mapping[str, Any]) -> RunInfo:
         """The facts that `as_json` wrote, without unknown fields."""
-        return cls(**{name: said[name] for name in RUN_FACTS if name in said})
+        return cls(**{name: facts[name] for name in RUN_FACTS if name in facts})
 
     @cached_property
     def as_json(self) -> str:
@@ -153,11 +154,10 @@ class RunEnd(NamedTuple):
     part: int = 0  # the number of parts sent before
 
 
-class StoredRun(NamedTuple):
-    """A run that is on disk; `bytes` is its size in its file."""
+class RunLocation(NamedTuple):
+    """Where a stored run's points lie, for whoever sent it; `bytes` is its size in its file."""
 
     run_id: str
-    session_id: str
     points: dict[str, StoredPoint]
     bytes: int
 
@@ -192,13 +192,13 @@ class RunRecord(NamedTuple):
     uri: str = ""  # of its file: on the disk, or in the bucket where the disk has it no more
     archived: bool = False  # whether the file is in the bucket
 
-    def stored(self) -> StoredRun:
-        """The run with each point's place spelled out."""
+    def location(self) -> RunLocation:
+        """Where each of the run's points lies."""
         points = {
             name: StoredPoint(self.uri, self.first_row, (self.rows, *point.shape), point.dtype)
             for name, point in self.points.items()
         }
-        return StoredRun(self.facts.run_id, self.facts.session_id, points, self.bytes)
+        return RunLocation(self.facts.run_id, points, self.bytes)
 
 
 class FileUpdate(NamedTuple):

@@ -106,10 +106,10 @@ class CallText:
     def _named(self, head: Head) -> str | None:
         if self.begun and not head.several:
             return None
-        found = head.pattern.fullmatch(self._before)
-        if found is None:
+        match = head.pattern.fullmatch(self._before)
+        if match is None:
             return None
-        return self._marks.get(head.mark) if head.mark else str(json.loads(found["name"]))
+        return self._marks.get(head.mark) if head.mark else str(json.loads(match["name"]))
 
     def _follow(self, text: str, at: int) -> int:
         """The end of arguments that continue at `at`, or the end of the text."""

@@ -169,7 +169,7 @@ def _split_by(text: str, opening: str, closing: str) -> list[str]:
 
 def _tags(text: str, args: dict[str, Any]) -> dict[str, Any]:
     """Parse the tags that a pattern describes: key -> value, or a list of values if they are merged."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for number, match in enumerate(_tag(args["tag_pattern"]).finditer(text)):
         if number == MOST_TAGS:
             raise ValueError(f"a call has more than {MOST_TAGS} arguments")
@@ -177,11 +177,11 @@ def _tags(text: str, args: dict[str, Any]) -> dict[str, Any]:
         key, value = groups["key"], groups.get("value", "")
         if parser := args.get("value_parser"):
             value = parsed(value, parser.get("name", "text"), parser.get("args", {}))
-        if key in found and args.get("merge_duplicates", False):
-            found[key] = [*found[key], value] if isinstance(found[key], list) else [found[key], value]
+        if key in values and args.get("merge_duplicates", False):
+            values[key] = [*values[key], value] if isinstance(values[key], list) else [values[key], value]
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 @functools.lru_cache(maxsize=16)

@@ -49,10 +49,10 @@ class MarkSearch:
             UnsupportedPattern: RE2 cannot express one of them.
         """
         translated = [translate(pattern) for pattern in patterns]
-        begun = "|".join(one.begun for one in translated)
-        whole = "|".join(one.whole + one.ahead for one in translated)
-        self.spaced = any(one.spaced for one in translated)
-        self._marks = [(one.spaced, compiled(_with_ahead(one))) for one in translated]
+        begun = "|".join(pattern.begun for pattern in translated)
+        whole = "|".join(pattern.whole + pattern.ahead for pattern in translated)
+        self.spaced = any(pattern.spaced for pattern in translated)
+        self._marks = [(pattern.spaced, compiled(_with_ahead(pattern))) for pattern in translated]
         self._begun = compiled(begun)
         self._whole = compiled(whole)
         self._either = compiled(f"(?:{begun})\\z|{whole}")
@@ -69,8 +69,8 @@ class MarkSearch:
             The start of the mark, and the mark. Without a mark, the position before which none can begin.
         """
         pattern = self._whole if last else self._either
-        while self._marks and (found := pattern.search(text, at)):
-            at = found.start()
+        while self._marks and (match := pattern.search(text, at)):
+            at = match.start()
             window = text[at : at + MAX_MARK]
             if not last and len(window) < MAX_MARK and self._begun.fullmatch(window):
                 return at, None
@@ -103,18 +103,18 @@ def check(pattern: Any) -> bool:
     Raises:
         UnsupportedPattern: RE2 cannot express it, or it matches an empty text.
     """
-    one = translate(pattern.pattern)
+    translated = translate(pattern.pattern)
     MarkSearch((pattern.pattern,))
-    empty = bool(compiled(one.whole).fullmatch(""))
-    if empty and compiled(one.ahead).fullmatch(""):
+    empty = bool(compiled(translated.whole).fullmatch(""))
+    if empty and compiled(translated.ahead).fullmatch(""):
         raise UnsupportedPattern(f"{pattern.pattern!r} matches an empty text")
     return empty
 
 
 def begun_answer(template: ResponseTemplate, prompt: str) -> str:
     """The part of an answer that a prompt already contains: the text after the last anchor; empty without one."""
-    found = _last(template.start_anchor_re.pattern).match(prompt)
-    return prompt[found.end(1) :] if found else ""
+    anchor = _last(template.start_anchor_re.pattern).match(prompt)
+    return prompt[anchor.end(1) :] if anchor else ""
 
 
 @functools.lru_cache(maxsize=128)
@@ -123,5 +123,5 @@ def _last(pattern: str) -> Any:
     return compiled(f"((?s:.*)(?:{translate(pattern).whole}))")
 
 
-def _with_ahead(one: Translated) -> str:
-    return f"(?:{one.named})" + (f"(?P<{AHEAD}>{one.ahead})" if one.ahead else "")
+def _with_ahead(translated: Translated) -> str:
+    return f"(?:{translated.named})" + (f"(?P<{AHEAD}>{translated.ahead})" if translated.ahead else "")

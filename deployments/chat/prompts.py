@@ -57,17 +57,15 @@ class Prompts:
             text = self._chat.render(job.messages, job.tools, job.template_kwargs)
             self._check_length(text, "prompt")
             return [Prompt(self._chat.tokenize(text), text)]
-        found = []
+        prompts = []
         for number, prompt in enumerate(job.prompts):
             with naming(number, len(job.prompts)):
-                found.append(self._of_completion(prompt))
-        return found
-
-    def _of_completion(self, prompt: str | Sequence[int]) -> Prompt:
-        if not isinstance(prompt, str):
-            return Prompt(list(prompt))
-        self._check_length(prompt, "prompt")
-        return Prompt(self._ids(prompt, add_special_tokens=True), prompt)
+                if isinstance(prompt, str):
+                    self._check_length(prompt, "prompt")
+                    prompts.append(Prompt(self._ids(prompt, add_special_tokens=True), prompt))
+                else:
+                    prompts.append(Prompt(list(prompt)))
+        return prompts
 
     def echo(self, prompt: Prompt) -> Echo:
         """The prompt as an answer repeats it: as sent or, for token ids, decoded."""
@@ -121,15 +119,12 @@ class Prompts:
         texts = {"token_texts": [self._token_texts.of(token).text for token in tokens]} if strings else {}
         return {"prompt": self._decoded(list(tokens))} | texts
 
-    def plain_ids(self, text: str) -> list[int]:
-        """Tokenize a text without adding special tokens."""
-        return self._ids(text, add_special_tokens=False)
-
     def inner_ids(self, text: str) -> list[int]:
         """Tokenize a text as if another preceded it, since many tokenizers put a space before a text."""
-        before = self.plain_ids(LINE)
-        ids = self.plain_ids(LINE + text)
-        return ids[len(before) :] if ids[: len(before)] == before else self.plain_ids(text)
+        before, joined = (self._ids(whole, add_special_tokens=False) for whole in (LINE, LINE + text))
+        if joined[: len(before)] != before:
+            return self._ids(text, add_special_tokens=False)
+        return joined[len(before) :]
 
     # ---- shared
 

@@ -70,7 +70,7 @@ class AnswerReader:
         self._enter_calls("", {})
         self._forget()
         self.thinking: bool | None = None
-        self._after_thoughts = False  # and before content; the line ends between belong to the template
+        self._after_reasoning = False  # and before content; the line ends between belong to the template
         self.called = False
         self._watched = self._watch()
         self._begin(begun_answer(template, prompt))
@@ -93,7 +93,7 @@ class AnswerReader:
         self.add(text)
         if self._open in REASONING:
             self.thinking = True
-        elif self._after_thoughts:
+        elif self._after_reasoning:
             self.thinking = False
         self._forget()
         self._before = 0
@@ -103,14 +103,14 @@ class AnswerReader:
 
     def _forget(self) -> None:
         self._content: list[str] = []  # to be sent, like the next two
-        self._reasoning: list[str] = []
+        self._reasoning_parts: list[str] = []
         self._parts: list[CallPart] = []
-        self._thoughts = TrimmedText()
+        self._reasoning_text = TrimmedText()
 
     def _gathered(self) -> AnswerParts:
         parts = tuple(_merged(self._parts))
-        written = AnswerParts("".join(self._content), parts, "".join(self._reasoning))
-        self._content, self._reasoning, self._parts = [], [], []
+        written = AnswerParts("".join(self._content), parts, "".join(self._reasoning_parts))
+        self._content, self._reasoning_parts, self._parts = [], [], []
         self.called |= bool(parts)
         return written
 
@@ -163,7 +163,7 @@ class AnswerReader:
         """Add text to the open field."""
         field = self._open or self._implicit
         if field in REASONING:
-            self._reasoning.append(self._thoughts.add(text))
+            self._reasoning_parts.append(self._reasoning_text.add(text))
         elif field == "content":
             self._show(text)
         elif field == "tool_calls":
@@ -173,15 +173,15 @@ class AnswerReader:
             self._length += len(text)
 
     def _show(self, content: str) -> None:
-        content = content.lstrip() if self._after_thoughts else content
-        self._after_thoughts &= not content
+        content = content.lstrip() if self._after_reasoning else content
+        self._after_reasoning &= not content
         self._content.append(content)
 
     def _leave(self, mark: str) -> None:
         """Close the open field with this mark."""
         field, self._open = self._open, None
         if field in REASONING:
-            self._after_thoughts = True
+            self._after_reasoning = True
         elif field == "tool_calls":
             self._leave_calls(mark)
 

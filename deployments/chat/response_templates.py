@@ -56,7 +56,7 @@ CALLS: list[tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = [
     (("[TOOL_CALLS]",), (), MISTRAL),
     (('"parameters": ', "<|start_header_id|>"), (), LLAMA),
 ]
-THOUGHTS = [("<think>", "</think>"), ("[THINK]", "[/THINK]")]
+REASONING_MARKS = [("<think>", "</think>"), ("[THINK]", "[/THINK]")]
 ANCHORS = [  # text directly before an answer
     "<|im_start|>assistant\n",
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -140,7 +140,7 @@ def _shown(chat_template: Any) -> dict[str, Any] | None:
     if not isinstance(chat_template, str):
         return None
     fields: dict[str, Any] = {}
-    for opening, closing in THOUGHTS:
+    for opening, closing in REASONING_MARKS:
         if closing in chat_template:
             fields["reasoning_content"] = {"open": opening, "close": closing, "content": "text"}
     for these, not_these, form in CALLS:

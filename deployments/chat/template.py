@@ -1,4 +1,4 @@
-"""One model's chat format: renders messages with its template, and parses reasoning and tool calls in its answers."""
+"""One model's chat format: renders messages with its template, and parses and constrains its answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -14,9 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from deployments.chat import response_templates, tool_calls
-from deployments.chat.grammar import GrammarWriter, Reasoning, RequiredCalls
+from deployments.chat.grammar import GrammarWriter, Reasoning, RequiredCalls, arguments, schema_rule
 from deployments.chat.reader import AnswerReader
+from deployments.engine.decoding.guided import Grammar, GrammarCompiler
 from deployments.errors import RequestError
+from deployments.job import Job
+from deployments.model.model import Model
 
 TEMPLATE_DEFAULTS = {  # default template variables; requests may add others
     "messages",
@@ -105,35 +108,22 @@ class ChatFormat:
         """The special tokens that must appear in the text of an answer with these tools: id -> text."""
         return self._markers[bool(tools)]
 
-    def source(
-        self,
-        prompt: str | None,
-        schema: Mapping[str, Any] | None,
-        tools: Sequence[dict[str, Any]],
-        must_call: Collection[str],
-        parallel: bool,
-    ) -> str:
-        """The grammar of an answer to `prompt`.
-
-        Args:
-            prompt: The prompt of a chat, which may contain the start of the answer; None without a chat.
-            schema: The schema of a text; None for no text.
-            tools: OpenAI's definitions of the functions that may be called.
-            must_call: Functions of which one must be called; if empty, a text is also allowed.
-            parallel: Whether several calls are allowed.
+    def grammar_source(self, job: Job, prompt: str) -> str:
+        """The grammar of the answers to one of a job's prompts, which may contain the start of the answer.
 
         Raises:
             RequestError: A call is required, and this model's format of calls is not known.
         """
-        form = self._form if tools else None
-        if must_call and form is None:
-            raise RequestError(
-                "the chat template does not show how this model writes calls, so none can be required", "tool_choice"
-            )
-        functions = [tool["function"] for tool in tools if not must_call or tool["function"]["name"] in must_call]
-        asked = RequiredCalls(form, functions, parallel) if form else None
-        reasoning = self._reasoning(prompt) if prompt is not None else None
-        return self._lark.answer(reasoning, None if must_call else schema, asked)
+        form = self._form if job.tools else None
+        if job.must_call and form is None:
+            message = "the chat template does not show how this model writes calls, so none can be required"
+            raise RequestError(message, "tool_choice")
+        functions = [tool["function"] for tool in job.tools or ()]
+        if job.must_call:
+            functions = [function for function in functions if function["name"] in job.must_call]
+        calls = RequiredCalls(form, functions, job.parallel_calls) if form else None
+        reasoning = self._reasoning(prompt) if job.messages is not None else None
+        return self._lark.answer(reasoning, None if job.must_call else job.schema, calls)
 
     @functools.cached_property
     def _form(self) -> tool_calls.ToolCallFormat | None:
@@ -158,6 +148,44 @@ class ChatFormat:
         if not thinking and field.close_literals[0] not in str(self._tokenizer.chat_template):
             return None  # this model's chat template has no reasoning; others with the same response template have
         return Reasoning(field.open_literals[0], field.close_literals[0], bool(thinking))
+
+
+class ResponseFormats:
+    """Compiles the formats that jobs request from one model."""
+
+    def __init__(self, chat: ChatFormat, model: Model) -> None:
+        self._chat = chat
+        self._grammars = GrammarCompiler(model)
+
+    def grammar(self, job: Job, prompt: str) -> Grammar | None:
+        """The grammar of the answers to one of a job's prompts; None if any text is allowed.
+
+        Args:
+            job: The job.
+            prompt: The text of a chat.
+
+        Raises:
+            RequestError: A schema is too large, invalid or not supported, or this model's tool call format is not
+                known.
+        """
+        if job.schema is None and not job.must_call:
+            return None
+        source = self._chat.grammar_source(job, prompt)
+        try:
+            return self._grammars.compile(source, "tools" if job.must_call else "response_format")
+        except RequestError:
+            self._blame(job)
+            raise
+
+    def _blame(self, job: Job) -> None:
+        """Raise the error of a single schema of a job, with its field."""
+        schemas = [] if job.schema is None or job.must_call else [("response_format", job.schema)]
+        for i, tool in enumerate(job.tools or ()):
+            function = tool["function"]
+            if not job.must_call or function["name"] in job.must_call:
+                schemas.append((f"tools[{i}].function.parameters", arguments(function)))
+        for field, schema in schemas:
+            self._grammars.compile(f"start: {schema_rule(schema)}", field)
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:

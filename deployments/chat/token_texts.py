@@ -6,16 +6,31 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deployments.engine.request import LayerTokens, LensLayers, Logprob
-from deployments.messages import LayerTop, ScoredToken, TokenLayers, TokenLogprob, TokenText
+from deployments.messages import Entry
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+LEAST = -9999.0  # OpenAI's logprob of a nearly impossible token; JSON has no -inf
+
+
+class TokenText(NamedTuple):
+    r"""One token as written.
+
+    Attributes:
+        text: Its text; bytes that are not a whole character are written as `\xe2`.
+        raw: Its bytes; those of all tokens join to the answer's UTF-8. None if it adds no text.
+        numbers: The same bytes as JSON has them.
+    """
+
+    text: str
+    raw: bytes | None
+    numbers: list[int] | None
 
 
 class TokenTexts:
@@ -29,43 +44,52 @@ class TokenTexts:
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"]
         self._known: dict[int, TokenText] = {}
 
-    def scored(self, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int = 0) -> list[TokenLogprob]:
-        """Tokens with their logprobs and top tokens, after `offset` characters of text."""
-        return [
-            TokenLogprob(
-                ScoredToken(*self.of(token), logprob.logprob),
-                tuple(ScoredToken(*self.of(likely), value) for likely, value in logprob.top),
-                offset + logprob.offset,
-            )
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
-
-    def seen(
-        self, tokens: Sequence[int], asked: LensLayers, lens: Sequence[Sequence[LayerTokens]]
-    ) -> list[TokenLayers]:
-        """Tokens with the lens of the requested layers."""
-
-        def layer(number: int, one: LayerTokens) -> LayerTop:
-            top = tuple((id, self.of(id), logprob) for id, logprob in one.top)
-            return LayerTop(number, top, tuple((id, self.of(id), logprob, rank) for id, logprob, rank in one.targets))
-
-        return [
-            TokenLayers(token, self.of(token), tuple(map(layer, asked.layers, layers)))
-            for token, layers in zip(tokens, lens, strict=True)
-        ]
+    def scored(self, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int = 0) -> list[tuple[Entry, int]]:
+        """Tokens with their logprobs and top tokens, after `offset` characters of text; see `Piece.logprobs`."""
+        entries = []
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            entry = self._scored(token, logprob.logprob)
+            entry["top_logprobs"] = [self._scored(likely, value) for likely, value in logprob.top]
+            entries.append((entry, offset + logprob.offset))
+        return entries
 
     def of_prompt(
         self, tokens: Sequence[int], logprobs: Sequence[Logprob], offsets: Sequence[int]
-    ) -> list[TokenLogprob]:
+    ) -> list[tuple[Entry, int]]:
         """A prompt's tokens with their logprobs and offsets; the first token has no logprob."""
-        first = TokenLogprob(ScoredToken(*self.of(tokens[0]), None), (), offsets[0])
+        first = self._scored(tokens[0], 0.0) | {"logprob": None, "top_logprobs": []}
         placed = [one._replace(offset=offset) for one, offset in zip(logprobs, offsets[1:], strict=True)]
-        return [first, *self.scored(tokens[1:], placed)]
+        return [(first, offsets[0]), *self.scored(tokens[1:], placed)]
+
+    def lens(self, tokens: Sequence[int], asked: LensLayers, lens: Sequence[Sequence[LayerTokens]]) -> list[Entry]:
+        """Tokens with the logit lens of the requested layers; see `Piece.lens`."""
+        return [
+            self._identified(token) | {"layers": list(map(self._layer, asked.layers, layers))}
+            for token, layers in zip(tokens, lens, strict=True)
+        ]
+
+    def _layer(self, number: int, found: LayerTokens) -> Entry:
+        layer: Entry = {"layer": number, "top": [self._identified(token, logprob) for token, logprob in found.top]}
+        if found.targets:
+            layer["targets"] = [
+                self._identified(token, logprob) | {"rank": rank} for token, logprob, rank in found.targets
+            ]
+        return layer
+
+    def _scored(self, token: int, logprob: float) -> Entry:
+        text, _, numbers = self.of(token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": numbers}
+
+    def _identified(self, token: int, logprob: float | None = None) -> Entry:
+        text, _, numbers = self.of(token)
+        entry = {"token": text, "token_id": token, "bytes": numbers}
+        return entry if logprob is None else entry | {"logprob": max(logprob, LEAST)}
 
     def of(self, token: int) -> TokenText:
         """One token by its id."""
         if token not in self._known:
-            self._known[token] = self._spell(token)
+            text, raw = self._spell(token)
+            self._known[token] = TokenText(text, raw, None if raw is None else list(raw))
         return self._known[token]
 
     def shown(self, token: int) -> bytes:
@@ -74,14 +98,14 @@ class TokenTexts:
             return str(added.content).encode()
         return self.of(token).raw or b""
 
-    def _spell(self, token: int) -> TokenText:
+    def _spell(self, token: int) -> tuple[str, bytes | None]:
         if (added := self._added.get(token)) is not None:
-            return TokenText(added.content, None if added.special else added.content.encode())
+            return added.content, None if added.special else added.content.encode()
         piece = self._tokenizer.backend_tokenizer.id_to_token(token)
         if piece is None:  # models pad their vocabulary beyond that of the tokenizer
-            return TokenText(f"token_id:{token}", None)
+            return f"token_id:{token}", None
         raw = self._bytes(token, piece)
-        return TokenText(raw.decode(errors="backslashreplace"), raw)
+        return raw.decode(errors="backslashreplace"), raw
 
     def _bytes(self, token: int, piece: str) -> bytes:
         if self._of_bytes and all(character in BYTES for character in piece):

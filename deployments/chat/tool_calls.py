@@ -56,8 +56,8 @@ class ToolCallFormat(NamedTuple):
 
     def text(self, calls: int) -> str:
         """The text of this many calls of the probe."""
-        one = NAME + self.middle + json.dumps(ARGUMENTS)
-        return self.begin + (self.between or "").join([one] * calls) + self.end
+        call = NAME + self.middle + json.dumps(ARGUMENTS)
+        return self.begin + (self.between or "").join([call] * calls) + self.end
 
 
 def learn(render: Render, template: ResponseTemplate, ends: Sequence[str]) -> ToolCallFormat | None:
@@ -87,10 +87,10 @@ def _one(render: Render, template: ResponseTemplate, ends: Sequence[str]) -> Too
     if not opened or (named := turn.find(NAME, opened.start())) < 0:
         return None
     after = named + len(NAME)
-    found = _arguments(turn, after)
-    if found is None:
+    span = _arguments(turn, after)
+    if span is None:
         return None
-    start, stop = found
+    start, stop = span
     end = _without_id(turn[stop:])
     closed = field.close_re.search(end) if field.close_re else None
     cut = closed.end() if closed else min((at for text in ends if (at := end.find(text)) >= 0), default=len(end))
@@ -100,10 +100,10 @@ def _one(render: Render, template: ResponseTemplate, ends: Sequence[str]) -> Too
 
 def _between(render: Render, template: ResponseTemplate) -> str | None:
     turn = _turn(render, template, 2)
-    found = _arguments(turn, turn.find(NAME) + len(NAME)) if NAME in turn else None
-    if found is None or (again := turn.find(NAME, found[1])) < 0:
+    span = _arguments(turn, turn.find(NAME) + len(NAME)) if NAME in turn else None
+    if span is None or (again := turn.find(NAME, span[1])) < 0:
         return None
-    return _without_id(turn[found[1] : again])
+    return _without_id(turn[span[1] : again])
 
 
 def _turn(render: Render, template: ResponseTemplate, calls: int) -> str:
@@ -142,6 +142,6 @@ def _without_id(text: str) -> str:
 def _reads(template: ResponseTemplate, text: str, calls: int) -> bool:
     reader = AnswerReader(template, "", [TOOL])
     written = [reader.add(text), reader.close()]
-    read = [(call.name, call.arguments) for call in whole_calls(part for one in written for part in one.tool_calls)]
+    read = [(call.name, call.arguments) for call in whole_calls(part for parts in written for part in parts.tool_calls)]
     content = "".join(part.content for part in written)
     return read == [(NAME, json.dumps(ARGUMENTS))] * calls and not content.strip()

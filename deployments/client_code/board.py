@@ -64,10 +64,7 @@ class Board:
         self._listeners: dict[str, _Listener] = {}
 
     async def listen(self, owner: str | None = None) -> str:
-        """Add a listener and return its id.
-
-        Args:
-            owner: The listener's owner; None without API keys.
+        """Add a listener of an owner, None without API keys, and return its id.
 
         Raises:
             RequestError: There are too many.
@@ -89,23 +86,23 @@ class Board:
         """
         if listener not in self._listeners:
             raise RequestError(*_NO_LISTENER)
-        found = self._listeners[listener]
+        entry = self._listeners[listener]
         self._sweep()
         try:
             async with asyncio.timeout(POLL_S):
-                await found.news.wait()
+                await entry.news.wait()
         except TimeoutError:
             return []
-        gathered = list(found.updates)
-        found.updates.clear()
-        found.news.clear()
+        gathered = list(entry.updates)
+        entry.updates.clear()
+        entry.news.clear()
         return gathered
 
     async def listens(self, listener: str) -> None:
         """Record that a listener is still connected."""
         self._sweep()
-        if found := self._listeners.get(listener):
-            found.last_seen = time.monotonic()
+        if entry := self._listeners.get(listener):
+            entry.last_seen = time.monotonic()
 
     async def leave(self, listener: str) -> None:
         """Remove a listener. Its jobs stop at their next heartbeat."""

@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import traceback
 import types
 from dataclasses import dataclass
@@ -24,9 +25,7 @@ from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import dec, inc
 from nnsight.tracing.util import clean_traceback, filter_traceback
 
-from deployments.client_code.frames import Kind, receive
-from deployments.client_code.job import Limits
-from deployments.client_code.job_output import JobLog, ReplicaSocket
+from deployments.client_code.job import Kind, Limits, receive, send
 from deployments.client_code.kernel import PR_SET_PDEATHSIG, call
 from deployments.client_code.namespaces import TMP_BYTES, count_threads
 from deployments.client_code.sandbox import Sandbox
@@ -41,15 +40,79 @@ MOST_FILES = 1024
 MOST_THREADS = 1024
 
 
+LINE_BYTES = 100  # that a printed line counts besides its text: each is a message
+LONGEST_LINE = 1 << 14  # characters that wait for a line's end
+
+
+class ReplicaSocket:
+    """The socket to the replica, for any of the job's threads."""
+
+    def __init__(self, to: socket.socket) -> None:
+        self._to = to
+        self._lock = threading.Lock()
+
+    @property
+    def sending(self) -> bool:
+        """Whether a message is being sent."""
+        return self._lock.locked()
+
+    def send(self, kind: Kind, body: bytes) -> None:
+        """Send a frame whole."""
+        with self._lock:
+            send(self._to, kind, body)
+
+
+class JobLog(io.TextIOBase):
+    """Sends what is printed, line by line, as long as that is not too much."""
+
+    encoding = "utf-8"
+
+    def __init__(self, to: ReplicaSocket, most: int) -> None:
+        self._to = to
+        self._left = most
+        self._begun: dict[int, str] = {}  # each thread's line that has no end yet
+        self._lock = threading.RLock()
+
+    def writable(self) -> bool:
+        """Whether it takes text: always."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Take text; whole lines go out, and long ones as they are."""
+        me = threading.get_ident()
+        with self._lock:
+            *lines, last = (self._begun.pop(me, "") + text).split("\n")
+            for line in lines:
+                self._send(line)
+            if last:
+                self._begun[me] = last
+            if len(last) > LONGEST_LINE:
+                self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Send this thread's line that has no end yet."""
+        with self._lock:
+            if line := self._begun.pop(threading.get_ident(), ""):
+                self._send(line)
+
+    def flush_all(self) -> None:
+        """Send every thread's."""
+        with self._lock:
+            while self._begun:
+                self._send(self._begun.popitem()[1])
+
+    def _send(self, line: str) -> None:
+        if self._left <= 0:
+            return
+        data = line.encode(errors="replace")
+        self._left -= len(data) + LINE_BYTES
+        self._to.send(Kind.LOG, data if self._left > 0 else b"(output limit reached; the rest is dropped)")
+
+
 @dataclass(frozen=True)
 class JobModel:
-    """The model of jobs and their sandbox.
-
-    Attributes:
-        weights: The model.
-        tokenizer: Its tokenizer.
-        sandbox: The sandbox of a job's process.
-    """
+    """The model of jobs with its tokenizer, and the sandbox of a job's process."""
 
     weights: SharedWeights
     tokenizer: Any

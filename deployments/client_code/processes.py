@@ -13,15 +13,16 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict
+from struct import Struct
 
 from deployments.client_code.execution import JobModel
-from deployments.client_code.frames import Kind, receive, send
-from deployments.client_code.host import PID
-from deployments.client_code.job import CodeJob, Limits
+from deployments.client_code.execution import run as run_job
+from deployments.client_code.job import CodeJob, Kind, Limits, receive, send
 from deployments.client_code.sandbox import Sandbox
 
 logger = logging.getLogger("ray.serve")
 
+PID = Struct("<i")
 WARM_S = 120.0  # the longest time to load the libraries
 FORK_S = 10.0  # the longest time to fork
 # Environment variables to pass on: client code must not see the server's keys and addresses.
@@ -54,11 +55,7 @@ class JobProcesses:
     """Starts processes for jobs over one model. Its methods block, and may be called from any thread."""
 
     def __init__(self, model: JobModel) -> None:
-        """Start the host in the background.
-
-        Args:
-            model: The model of the jobs.
-        """
+        """Start the host in the background."""
         self._model = model
         self._lock = threading.Lock()  # around the host, whose answers come in the order of requests
         self._host: _Host | None = None
@@ -125,11 +122,7 @@ class JobProcesses:
 
 
 class JobProcess:
-    """The process of one job.
-
-    Attributes:
-        socket: The connection to it.
-    """
+    """The process of one job; `socket` is the connection to it."""
 
     def __init__(self, pid: int, to: socket.socket) -> None:
         self.socket = to
@@ -153,7 +146,7 @@ class _Host:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(WARM_S)
         weights = model.weights.fd
-        command = [sys.executable, "-m", "deployments.client_code.host", str(theirs.fileno()), str(weights)]
+        command = [sys.executable, "-m", "deployments.client_code.processes", str(theirs.fileno()), str(weights)]
         with theirs:
             self._process = subprocess.Popen(
                 command, env=_environment(), pass_fds=(theirs.fileno(), weights), stdin=subprocess.DEVNULL
@@ -185,3 +178,33 @@ class _Host:
         self._control.close()
         self._process.kill()
         self._process.wait()
+
+
+def run_host(control: socket.socket, weights_fd: int) -> None:
+    """Run the process that forks jobs: a job for each received socket, until the replica closes its end.
+
+    It has the libraries and the tokenizer loaded, and runs no job itself. It has one thread, because other threads,
+    such as OpenMP's, do not exist after a fork. It answers each socket with the id of the forked process.
+    """
+    import torch
+    import transformers.pipelines.text_generation  # noqa: F401 - what nnsight wraps a model in: no job waits for it
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children are reaped by the kernel
+    _, body = receive(control)
+    model = pickle.loads(body)  # noqa: S301 - sent by the replica
+    send(control, Kind.RUNNING, b"")
+    while True:
+        _, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not fds:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            run_job(socket.socket(fileno=fds[0]), model, weights_fd)  # does not return
+        os.close(fds[0])
+        control.sendall(PID.pack(pid))
+
+
+if __name__ == "__main__":
+    run_host(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -15,8 +15,7 @@ from ray.exceptions import RayError
 
 from deployments.client_code.board import connect
 from deployments.client_code.execution import JobModel
-from deployments.client_code.frames import HEAD, Kind
-from deployments.client_code.job import CodeJob, Limits, Update
+from deployments.client_code.job import HEAD, CodeJob, Kind, Limits, Update
 from deployments.client_code.processes import JobProcess, JobProcesses, sandbox
 from deployments.client_code.sandbox import Sandbox
 from deployments.errors import LoadError, RequestError
@@ -70,34 +69,27 @@ def _sandbox(options: Options, gpu: bool, host: str | None) -> Sandbox:
         logger.warning("clients' code runs without a sandbox, as this server's user (client_code_sandbox=none)")
         return Sandbox()
     try:
-        found = sandbox(gpu)
+        best = sandbox(gpu)
     except RuntimeError as error:
         message = f"{error}; to run it without a sandbox, as this server's user, set client_code_sandbox=none"
         raise LoadError(message, "client_code_sandbox", "client_code_not_isolated", 500) from error
-    if not found.isolates and not is_loopback(host):
+    if not best.isolates and not is_loopback(host):
         message = (
-            f"this system cannot isolate clients' code ({found}), and HTTP listens on {host or 'all addresses'}: run "
+            f"this system cannot isolate clients' code ({best}), and HTTP listens on {host or 'all addresses'}: run "
             "as root or allow unprivileged user namespaces (in a container, with CAP_SYS_ADMIN or a seccomp profile "
             "that lets unshare and mount pass), have the server listen on 127.0.0.1, or, where everybody with a key "
             "of the role code may have this server's rights, set client_code_sandbox=none"
         )
         raise LoadError(message, "client_code_sandbox", "client_code_not_isolated", 500)
-    logger.info("layers of the sandbox for clients' code: %s", found)
-    return found
+    logger.info("layers of the sandbox for clients' code: %s", best)
+    return best
 
 
 class CodeRunner:
     """Runs clients' jobs on one model's weights, in parallel with the engine."""
 
     def __init__(self, options: Options, model: JobModel, board: Any, limits: Limits) -> None:
-        """Start the process that jobs are forked from.
-
-        Args:
-            options: The operator's options.
-            model: The model of the jobs.
-            board: The board's handle, which receives their updates.
-            limits: The limits of one job.
-        """
+        """Start the process that jobs are forked from; `board` is the handle of the `Board` that gets their updates."""
         self._options = options
         self._processes = JobProcesses(model)
         self._board = board
@@ -179,21 +171,21 @@ class CodeRunner:
     async def _listen(self, job: CodeJob, process: JobProcess, begun: asyncio.Event) -> None:
         """Pass on a job's messages until the last one; set `begun` when its time starts."""
         reader, writer = await asyncio.open_connection(sock=process.socket)
-        said: asyncio.Queue[Update] = asyncio.Queue()  # bounded by the limit on printed text
-        passing = asyncio.ensure_future(self._pass_on(said))
+        updates: asyncio.Queue[Update] = asyncio.Queue()  # bounded by the limit on printed text
+        passing = asyncio.ensure_future(self._pass_on(updates))
         try:
             try:
-                last, result = await self._last_word(job, reader, said, begun)
+                last, result = await self._last_word(job, reader, updates, begun)
             except (asyncio.IncompleteReadError, ConnectionError, ValueError):
                 last, result = Update(job.id, "ERROR", ENDED), None
-            await said.join()
+            await updates.join()
         finally:
             passing.cancel()
             writer.close()
         await self._send(last, result=result)
 
     async def _last_word(
-        self, job: CodeJob, reader: asyncio.StreamReader, said: asyncio.Queue[Update], begun: asyncio.Event
+        self, job: CodeJob, reader: asyncio.StreamReader, updates: asyncio.Queue[Update], begun: asyncio.Event
     ) -> tuple[Update, bytes | None]:
         """A job's last update, and its result if it is to be fetched; earlier updates go to `said`."""
         left = 2 * self._limits.log_bytes
@@ -211,17 +203,17 @@ class CodeRunner:
                 begun.set()
             if left < 0:
                 raise ValueError("the job's process printed more than its limit")
-            said.put_nowait(Update(job.id, "LOG" if kind is Kind.LOG else "RUNNING", body.decode(errors="replace")))
+            updates.put_nowait(Update(job.id, "LOG" if kind is Kind.LOG else "RUNNING", body.decode(errors="replace")))
 
-    async def _pass_on(self, said: asyncio.Queue[Update]) -> None:
+    async def _pass_on(self, updates: asyncio.Queue[Update]) -> None:
         """Send updates to the board; those that arrive meanwhile are sent together."""
         while True:
-            gathered = [await said.get()]
-            while not said.empty():
-                gathered.append(said.get_nowait())
+            gathered = [await updates.get()]
+            while not updates.empty():
+                gathered.append(updates.get_nowait())
             await self._send(*gathered)
             for _ in gathered:
-                said.task_done()
+                updates.task_done()
 
     async def _frame(self, reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
         kind, length = HEAD.unpack(await reader.readexactly(HEAD.size))

@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import stat
+import struct
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 
-from deployments.client_code import landlock, namespaces, seccomp
+from deployments.client_code import namespaces, seccomp
 from deployments.client_code.kernel import (
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
@@ -26,6 +27,66 @@ PACKAGES = ("deployments", "nnsight", "torch", "transformers")  # which an edita
 LIBRARIES = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 SYSTEM = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu")
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
+
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # on every architecture
+VERSION = 1  # of CREATE_RULESET: say which version the kernel has
+BENEATH = 1  # a rule for all below a path
+
+# Rights, as bits.
+WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL = 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
+REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_FILE, MAKE_LINK = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 12
+OF_FILES = 1 | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
+READ = READ_FILE | READ_DIR
+WRITE = WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
+OWN_FOLDER = WRITE | READ | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_FILE | MAKE_LINK
+
+
+def landlock_version() -> int:
+    """The kernel's version of Landlock; 0 if it has none."""
+    try:
+        return call("syscall", CREATE_RULESET, None, 0, VERSION)
+    except OSError:
+        return 0
+
+
+def restrict_files(version: int, readable: Iterable[str], writable: Iterable[str], own: Iterable[str]) -> None:
+    """Restrict this process to some files and, if the version can, block TCP and signals. It needs no_new_privs.
+
+    Args:
+        version: The kernel's version of Landlock, at least 1.
+        readable: Paths that may be read; missing ones are skipped.
+        writable: Files that may also be written, such as devices.
+        own: Directories in which everything is allowed except executing files.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    tcp = 0b11 if version >= 4 else 0  # bind and connect
+    scoped = 0b11 if version >= 6 else 0  # abstract sockets and signals
+    attributes = struct.pack("<QQQ", handled, tcp, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = call("syscall", CREATE_RULESET, attributes, len(attributes), 0)
+    try:
+        for paths, rights in ((readable, READ), (writable, WRITE), (own, OWN_FOLDER)):
+            for path in paths:
+                _allow_path(ruleset, path, rights & handled)
+        call("syscall", RESTRICT_SELF, ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def _allow_path(ruleset: int, path: str, rights: int) -> None:
+    try:
+        fd = os.open(path, os.O_PATH)
+    except (FileNotFoundError, PermissionError):  # paths that this user cannot reach need no rule
+        return
+    try:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            rights &= OF_FILES
+        call("syscall", ADD_RULE, ruleset, BENEATH, struct.pack("<Qi", rights, fd), 0)
+    finally:
+        os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -83,7 +144,7 @@ class Sandbox:
             os.environ |= {"HOME": namespaces.TMP, "TMPDIR": namespaces.TMP}
         if self.landlock:
             own = [namespaces.TMP] if self.namespaces else []
-            landlock.restrict(self.landlock, readable, devices, own)
+            restrict_files(self.landlock, readable, devices, own)
         if self.other_user:
             namespaces.become_other()
         drop_capabilities()
@@ -110,7 +171,7 @@ def best(gpu: bool) -> Sandbox:
     Raises:
         RuntimeError: No sandbox works; the message has the reason.
     """
-    least = Sandbox(on=True, landlock=landlock.version(), seccomp=seccomp.available(), gpu=gpu)
+    least = Sandbox(on=True, landlock=landlock_version(), seccomp=seccomp.available(), gpu=gpu)
     candidates = [replace(least, namespaces=True, user_namespace=True), least]
     if os.geteuid() == 0 and not gpu:  # CUDA shares memory only with processes of the same user
         as_root = [replace(least, namespaces=True, other_user=True), candidates[0], replace(least, other_user=True)]
@@ -143,8 +204,8 @@ def _failure(sandbox: Sandbox) -> str:
         finally:
             os._exit(0)
     os.close(its)
-    with open(mine, "rb") as said:
-        answer = said.read().decode(errors="replace")
+    with open(mine, "rb") as reading_end:
+        answer = reading_end.read().decode(errors="replace")
     os.waitpid(child, 0)
     return "" if answer == "+" else answer or "a process in it was killed"
 
@@ -167,8 +228,8 @@ def _readable() -> Iterator[str]:
     paths += [sys.prefix, sys.base_prefix]
     paths += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     for name in PACKAGES:
-        if (found := find_spec(name)) and found.submodule_search_locations:
-            paths += map(os.fspath, found.submodule_search_locations)
+        if (package := find_spec(name)) and package.submodule_search_locations:
+            paths += map(os.fspath, package.submodule_search_locations)
     paths += [path for path in sys.path if _holds_models(path)]
     paths += filter(os.path.isabs, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
     paths += [os.path.realpath(path) for path in paths]  # as some libraries name themselves

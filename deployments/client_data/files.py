@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -91,12 +91,12 @@ class ClientFiles(ABC):
 
     def get(self, name: str, account: Account = OPERATOR) -> dict[str, Any] | None:
         """What a file is; None if there is none."""
-        file = self._found(name, account)
+        file = self._find(name, account)
         return file.as_json(account) if file else None
 
     def read(self, name: str, account: Account = OPERATOR, first: int = 0, end: int | None = None) -> bytes | None:
         """A file, or its bytes from `first` to `end`; None if there is none."""
-        if (file := self._found(name, account)) is None:
+        if (file := self._find(name, account)) is None:
             return None
         with explained(self._root), contextlib.suppress(FileNotFoundError), self._path(file).open("rb") as opened:
             opened.seek(first)
@@ -105,7 +105,7 @@ class ClientFiles(ABC):
 
     def delete(self, name: str, account: Account = OPERATOR) -> bool:
         """Delete a file: true when it is gone, false if there was none that the account may change."""
-        file = self._found(name, account)
+        file = self._find(name, account)
         if file is None or not account.may_change(file.owner):
             return False
         remove(self._root, self.folder, file.file_name)
@@ -127,7 +127,10 @@ class ClientFiles(ABC):
             message = f"there is a readout {new.name!r} already: delete it first, or choose another name"
             raise RequestError(message, "spec.name", "readout_exists")
         others = [file for place, file in self._files.items() if place != key]
-        self._check_room(others, new.bytes, self.most_files, most)
+        if (used := sum(file.bytes for file in others)) + new.bytes > most or len(others) >= self.most_files:
+            room = f"there is room for {self.most_files} of {most} bytes together"
+            message = f"{len(others)} {self.kind} take {used} bytes, and {room}: delete some before you {self.verb} one"
+            raise RequestError(f"{message} of {new.bytes} bytes", None, self.full)
         with explained(self._root):
             new = new._replace(created=write(self._root, self.folder, new.file_name, data))
         with self._lock:
@@ -137,22 +140,13 @@ class ClientFiles(ABC):
     def _path(self, file: ClientFile) -> Path:
         return self._root / self.folder / file.file_name
 
-    def _found(self, name: str, account: Account) -> ClientFile | None:
+    def _find(self, name: str, account: Account) -> ClientFile | None:
         """Their own of a name, else the one without an owner; to an admin, else anybody's."""
         with self._lock:
-            own = [one for owner in (account.owner, None) if (one := self._files.get((name, owner)))]
+            own = [file for owner in (account.owner, None) if (file := self._files.get((name, owner)))]
             if account.is_admin and not own:
-                own = [one for (called, _), one in self._files.items() if called == name]
-        return next((one for one in own if account.may_change(one.owner)), None)
-
-    def _check_room(self, others: Sequence[ClientFile], size: int, count: int, most: int) -> None:
-        used = sum(file.bytes for file in others)
-        if used + size > most or len(others) >= count:
-            message = (
-                f"{len(others)} {self.kind} take {used} bytes, and there is room for {count} of {most} bytes together: "
-                f"delete some before you {self.verb} one of {size} bytes"
-            )
-            raise RequestError(message, None, self.full)
+                own = [file for (called, _), file in self._files.items() if called == name]
+        return next((file for file in own if account.may_change(file.owner)), None)
 
 
 def remove(root: Path, folder: str, name: str) -> None:

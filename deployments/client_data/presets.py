@@ -59,7 +59,7 @@ class StoredPreset(NamedTuple):
         return f'{head[:-1]}, "preset": {self.body}}}'.encode()
 
     def as_json(self, account: Account, is_whole: bool = True) -> dict[str, Any]:
-        """The same for an answer."""
+        """The preset as answers describe it, with the fields that were sent if it `is_whole`."""
         listed = {name: getattr(self, name) for name in ("name", "model", "description", "created")}
         listed |= {"object": "preset", "default": self.is_default}
         own = json.loads(self.body) if is_whole else {}
@@ -77,9 +77,9 @@ class StoredPresets:
         self._root = root
         self._lock = Lock()
         self._presets: dict[tuple[str, str], StoredPreset] = {}  # by name and owner, "" without one
-        found = [one for item in files_in(root / FOLDER) if (one := _read(Path(item.path)))]
-        for one in sorted(found, key=lambda one: one.created):  # a crash may leave a model's last default as one
-            self._take(one)
+        presets = [preset for item in files_in(root / FOLDER) if (preset := _read(Path(item.path)))]
+        for preset in sorted(presets, key=lambda preset: preset.created):  # a crash may leave the last default as one
+            self._take(preset)
         self._version = time.time_ns()  # of the defaults
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
@@ -88,11 +88,11 @@ class StoredPresets:
         A default is among them also where the account has a preset of its name, since it applies to their requests.
         """
         kept = self._stored()
-        seen = [one for one in kept if one.is_default or account.may_change(one.owner)]
+        seen = [preset for preset in kept if preset.is_default or account.may_change(preset.owner)]
         name, at, owner = (after or "").partition("@")
         if after is not None:
-            seen = [one for one in seen if ((one.name, one.owner or "") > (name, owner) if at else one.name > name)]
-        return [one.as_json(account, is_whole=False) for one in seen[:limit]]
+            seen = [preset for preset in seen if (preset.name, preset.owner or "" if at else "") > (name, owner)]
+        return [preset.as_json(account, is_whole=False) for preset in seen[:limit]]
 
     def put(self, preset: Mapping[str, Any], account: Account = OPERATOR) -> dict[str, Any]:
         """Keep a preset as it was sent, in the place of one of its name, and of the model's last default if it is one.
@@ -104,18 +104,18 @@ class StoredPresets:
         if (size := len(new.body.encode())) > MAX_BYTES:
             message = f"{size} bytes, and a preset has {MAX_BYTES} at most: send vectors as tensor files"
             raise RequestError(message, None, "preset_too_large", 413)
-        own = {one.name: one for one in self._stored() if one.owner == account.owner}
+        own = {kept.name: kept for kept in self._stored() if kept.owner == account.owner}
         if len(own.keys() - {new.name}) >= MAX_PRESETS:
             raise RequestError(f"there are {MAX_PRESETS} presets: delete some", None, "preset_store_full")
         is_news = new.is_default or (new.name in own and own[new.name].is_default)
         if is_news and not account.is_admin:
             raise _defaults_are_admins()
         with explained(self._root):
-            self._write(new)
+            write(self._root, FOLDER, new.file_name, new.as_file)
             last = self._take(new)
-            self._tell(is_news)
+            self._renew_version(is_news)
             for other in last:
-                self._write(other)
+                write(self._root, FOLDER, other.file_name, other.as_file)
         return new.as_json(account)
 
     def get(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
@@ -125,20 +125,22 @@ class StoredPresets:
 
     def find(self, name: str, account: Account, owner: str | None = None) -> StoredPreset | None:
         """A preset: their own, else one without an owner, else a default; an admin may name its `owner`."""
-        of_name = sorted((one for one in self._stored() if one.name == name), key=lambda one: one.model or "")
-        by_owner = {one.owner: one for one in of_name}
+        of_name = [preset for preset in self._stored() if preset.name == name]
+        by_owner = {preset.owner: preset for preset in of_name}
         if owner is not None:
             return by_owner.get(owner) if account.may_change(owner) else None
-        own = [account.owner] + ([None] if account.may_change(None) else [])
-        found = [by_owner[one] for one in own if one in by_owner] + [one for one in of_name if one.is_default]
-        return found[0] if found else None
+        for own in (account.owner, None):
+            if own in by_owner and (own == account.owner or account.may_change(own)):
+                return by_owner[own]
+        defaults = [preset for preset in of_name if preset.is_default]
+        return min(defaults, key=lambda preset: preset.model or "", default=None)
 
     def defaults(self, known: int | None) -> tuple[int, dict[str, StoredPreset]] | None:
         """The models' default presets, and the version of all that is known; None where `known` is that version."""
         version = self._version  # before the rest: what changes meanwhile is news once more
         if version == known:
             return None
-        return version, {one.model: one for one in self._stored() if one.is_default and one.model}
+        return version, {preset.model: preset for preset in self._stored() if preset.is_default and preset.model}
 
     def delete(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
         """Delete a preset, found as by `find`; false if the account may change none. Defaults are admins'."""
@@ -150,7 +152,7 @@ class StoredPresets:
         remove(self._root, FOLDER, kept.file_name)
         with self._lock:
             del self._presets[kept.name, kept.owner or ""]
-        self._tell(kept.is_default)
+        self._renew_version(kept.is_default)
         return True
 
     def _stored(self) -> Sequence[StoredPreset]:
@@ -158,22 +160,19 @@ class StoredPresets:
         with self._lock:
             return [self._presets[key] for key in sorted(self._presets)]
 
-    def _write(self, one: StoredPreset) -> None:
-        write(self._root, FOLDER, one.file_name, one.as_file)
-
     def _take(self, new: StoredPreset) -> Sequence[StoredPreset]:
         """Keep a preset in memory; returns the defaults that are no more, as they are now."""
         with self._lock:
             self._presets[new.name, new.owner or ""] = new
             last = [
-                (key, one._replace(is_default=False))
-                for key, one in self._presets.items()
-                if new.is_default and one.is_default and one.model == new.model and one is not new
+                (key, preset._replace(is_default=False))
+                for key, preset in self._presets.items()
+                if new.is_default and preset.is_default and preset.model == new.model and preset is not new
             ]
             self._presets |= last
-        return [one for _, one in last]
+        return [preset for _, preset in last]
 
-    def _tell(self, is_news: bool) -> None:
+    def _renew_version(self, is_news: bool) -> None:
         """Give `defaults` a new version after a change; versions increase even if the clock is set back."""
         if is_news:
             self._version = max(self._version + 1, time.time_ns())
@@ -184,13 +183,12 @@ def _read(path: Path) -> StoredPreset | None:
     if (match := _FILE.fullmatch(path.name)) is None:
         return None
     try:
-        said = json.loads(path.read_bytes())
-        fields = said["preset"]
-        one = StoredPreset.of(fields | {"name": match[1], "default": said["default"]}, match[2], float(said["created"]))
+        content = json.loads(path.read_bytes())
+        named = content["preset"] | {"name": match[1], "default": content["default"]}
+        return StoredPreset.of(named, match[2], float(content["created"]))
     except (OSError, ValueError, KeyError, TypeError):  # others are served all the same
         logger.exception("%s cannot be read and is not listed", path)
         return None
-    return one
 
 
 def _defaults_are_admins() -> RequestError:

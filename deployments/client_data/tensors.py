@@ -32,7 +32,7 @@ class TensorFiles(ClientFiles):
         """What the header of a file says, which was checked when it was sent."""
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            types = {name: _type(name, found.get_shape(), found.get_dtype()) for name, found in slices.items()}
+            types = {name: _type(name, part.get_shape(), part.get_dtype()) for name, part in slices.items()}
         return path.name.partition(".")[0].partition("@")[0], {"tensors": types}
 
     def put(self, data: bytes, most: int, account: Account = OPERATOR) -> dict[str, Any]:
@@ -50,13 +50,13 @@ def check(data: bytes) -> dict[str, dict[str, Any]]:
     if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
         raise _refused(f"not a safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
     try:
-        found = deserialize(data)  # type: ignore[no-untyped-call]
+        tensors = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise _refused(f"not a complete safetensors file: {error}") from error
-    if not 1 <= len(found) <= MAX_TENSORS:
-        raise _refused(f"a file holds 1 to {MAX_TENSORS} tensors, and this one {len(found)}")
-    types = {name: _type(name, tensor["shape"], tensor["dtype"]) for name, tensor in found}
-    for name, tensor in found:
+    if not 1 <= len(tensors) <= MAX_TENSORS:
+        raise _refused(f"a file holds 1 to {MAX_TENSORS} tensors, and this one {len(tensors)}")
+    types = {name: _type(name, tensor["shape"], tensor["dtype"]) for name, tensor in tensors}
+    for name, tensor in tensors:
         if not torch.frombuffer(tensor["data"], dtype=DTYPES[tensor["dtype"]]).isfinite().all():
             raise _refused(f"{name!r} holds a value that is not finite")
     return types

@@ -13,8 +13,7 @@ from tqdm import tqdm
 
 from deployments.activations.facts import StoreError
 from deployments.collect.collection import CollectError, collect
-from deployments.collect.examples import DataError, count
-from deployments.collect.work import Outcome
+from deployments.collect.examples import DataError, Outcome, count
 from deployments.errors import RequestError
 from deployments.points.token_choices import WORDS
 
@@ -53,10 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("deployments.collect: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
-    figures = {
-        name: round(value, 1) if isinstance(value, float) else value for name, value in collected._asdict().items()
-    }
-    print(json.dumps(figures))
+    figures = collected._asdict().items()
+    print(json.dumps({name: round(value, 1) if isinstance(value, float) else value for name, value in figures}))
     return 1 if collected.failed else 0
 
 
@@ -91,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--store", metavar="DIR", help="the store's directory or URI (by default the server's own default)")
     add(
         "--actors",
-        type=_count,
+        type=int,
         metavar="N",
         help="engines to load (by default one for each GPU, or one for each node without GPUs)",
     )
@@ -104,12 +101,6 @@ def _parser() -> argparse.ArgumentParser:
         help="an option of the model, as the server takes it",
     )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError("give a whole number of at least 1")
-    return int(text)
 
 
 def _setting(text: str) -> tuple[str, str]:

@@ -6,22 +6,28 @@ import asyncio
 import functools
 import math
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from deployments.activations.facts import check_session_id
-from deployments.collect.examples import DataError, Fields, check, read
-from deployments.collect.work import Outcome, Settings, outcomes
+from deployments.collect.examples import LOST, DataError, Example, Fields, Outcome, Settings, number, read, together
 from deployments.errors import LoadError
 from deployments.options import GGUF, SETTINGS, Options, home, mistakes
 from deployments.points.token_choices import TokensError
 from vitrine.connection.blocking import wait
 from vitrine.server_error import RequestFailed
 
+if TYPE_CHECKING:
+    from deployments.collect.engines import Engines
+    from deployments.collect.remote import Sender
+
+BLOCK = 512  # examples that are grouped into requests together
 NEVER_S = 1e9  # an engine that serves no one else has no latency limit
 
 Data = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
@@ -99,10 +105,14 @@ def collect(
         CollectError: An example could not be stored, and `on_error` is `stop`; or Ray failed.
         LoadError: The model cannot be loaded.
     """
-    _check_where(model, base_url, store=store, actors=actors, set=options)
+    if base_url is None and model is None:
+        raise DataError("give --model, the model to load, or --base-url, a server to use")
+    of_engines = {"store": store, "actors": actors, "set": options}
+    if base_url is not None and (given := [name for name, value in of_engines.items() if value]):
+        raise DataError(f"--{given[0]} applies to engines loaded here, and cannot be combined with --base-url")
+    if actors is not None and actors < 1:
+        raise DataError(f"--actors: {actors} is less than 1")
     rows = Path(data).expanduser().absolute() if isinstance(data, (str, os.PathLike)) else data
-    if isinstance(rows, Path):
-        check(rows)
     examples = read(rows, Fields(label, group, tags))
     settings = functools.partial(_settings, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens)
     if base_url is not None:
@@ -110,58 +120,43 @@ def collect(
 
         server = remote.connect(base_url)
         try:
-            sender = remote.Sender(server, chosen := settings(model or remote.first_model(server)))
-            return _summed(outcomes(examples, chosen, sender), session, on_error, progress)
+            chosen = settings(model or remote.first_model(server))
+            return _summed(_outcomes(examples, chosen, remote.Sender(server, chosen)), session, on_error, progress)
         except RequestFailed as error:
             raise DataError(f"--base-url {base_url}: {error}") from error
         finally:
             wait(server.close())
     assert model is not None
     loading = _loading(model, options)
-    chosen = settings(loading.served_name, loading.model_dump_json(include=SETTINGS | {"model"}))
+    chosen = settings(loading.served_name, loaded=loading.model_dump_json(include=SETTINGS | {"model"}))
     with _cluster():
         from deployments.collect.engines import Engines
 
         with _named_options():
             placed = _placed(loading, {"activations_dir": _store(store)}, actors)
         with closing(Engines(chosen, *placed)) as engines:
-            return _summed(outcomes(examples, chosen, engines), session, on_error, progress)
+            return _summed(_outcomes(examples, chosen, engines), session, on_error, progress)
 
 
-def _check_where(model: str | None, base_url: str | None, **of_engines: Any) -> None:
-    """Reject a collection without a model or a server, and options of engines together with a server.
-
-    Raises:
-        DataError: Names the option.
-    """
-    if base_url is None and model is None:
-        raise DataError("give --model, the model to load, or --base-url, a server to use")
-    for name, value in of_engines.items():
-        if value and base_url is not None:
-            raise DataError(f"--{name} applies to engines loaded here, and cannot be combined with --base-url")
-
-
-def _settings(
-    model: str, loaded: str = "", *, session: str, points: tuple[str, ...], tokens: str, max_tokens: int
-) -> Settings:
+def _settings(model: str, *, session: str, max_tokens: int, **given: Any) -> Settings:
     """The settings of all requests.
 
     Raises:
         DataError: An argument is invalid.
     """
-    with _named_options():
-        found = Settings(
-            model=model, loaded=loaded, session=session, points=points, tokens=tokens, max_tokens=max_tokens
-        )
-        try:
-            found.capture([])  # checks points and tokens
-        except TokensError as error:
-            raise DataError(f"--tokens: {error}") from error
+    settings = Settings(model, session, max_tokens=max_tokens, **given)
+    if max_tokens < 0:
+        raise DataError(f"--max-tokens: {max_tokens} is less than 0")
     try:
         check_session_id(session)
     except ValueError as error:
         raise DataError(f"--session: {error}") from error
-    return found
+    with _named_options():
+        try:
+            settings.capture([])  # checks points and tokens
+        except TokensError as error:
+            raise DataError(f"--tokens: {error}") from error
+    return settings
 
 
 def _loading(model: str, options: Mapping[str, Any] | None) -> Options:
@@ -191,6 +186,57 @@ def _named_options() -> Iterator[None]:
         raise DataError("; ".join(f"--{flag}: {message}" for flag, message in wrong)) from error
 
 
+async def _outcomes(
+    items: Iterator[Example | str], settings: Settings, runner: Engines | Sender
+) -> AsyncGenerator[Outcome]:
+    """The outcomes of each request's examples, in the order in which they end."""
+    running: dict[asyncio.Task[Outcome], int] = {}
+    seen = set[int]()
+    began: float | None = None
+    try:
+        while block := list(islice(items, BLOCK)):
+            named = {settings.name(item): item for item in block if isinstance(item, Example)}
+            new = {name: item for name, item in named.items() if number(name) not in seen}
+            seen.update(map(number, new))
+            for name in await runner.stored(list(new)):
+                del new[name]
+            invalid = [item for item in block if isinstance(item, str)]
+            if known := len(block) - len(invalid) - len(new):
+                yield Outcome(already_stored=known)
+            if invalid:
+                yield Outcome(failures=invalid)
+            for request in together(new.values()):
+                began = began or time.monotonic()
+                running[asyncio.create_task(_outcome(runner, request, began))] = len(request)
+                while sum(running.values()) >= runner.in_flight:
+                    for task in (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]:
+                        del running[task]
+                        yield task.result()
+        for task in list(running):
+            yield await task
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _outcome(runner: Engines | Sender, examples: list[Example], began: float) -> Outcome:
+    """Run the examples of one request; if it is rejected, those without a run one by one, to find the failing one."""
+    outcome = Outcome()
+    left, reason = await runner.send(examples, outcome)
+    is_lost = reason.code == LOST
+    for example in left:
+        failed = left
+        if len(examples) > 1:
+            failed, reason = await runner.send([example], outcome, again=is_lost)
+        if failed:
+            outcome.refuse(example.place, reason)
+        if outcome.refusal:
+            break
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
 def _summed(
     made: AsyncGenerator[Outcome], session: str, on_error: str, progress: Callable[[Outcome], None]
 ) -> Collected:
@@ -206,9 +252,8 @@ def _summed(
         return await anext(made, None)
 
     async def closed() -> None:
-        while getattr(
-            made, "ag_running", False
-        ):  # an interrupt cancels what is awaited, which then still ends its requests
+        # An interrupt cancels what is awaited, which then still ends its requests.
+        while getattr(made, "ag_running", False):
             await asyncio.sleep(0.01)
         await made.aclose()
 
@@ -264,10 +309,10 @@ def _store(given: str | os.PathLike[str] | None) -> str:
     if given:
         text = os.fspath(given)
         return text if "://" in text else str(Path(text).expanduser().absolute())
-    found = detached_names(STORE)
-    if len(found) > 1 or any("://" in name for name in found):
-        raise DataError(f"--store: choose the store to write to; running here: {', '.join(found)}")
-    return found[0] if found else str(home() / "activations")
+    stores = detached_names(STORE)
+    if len(stores) > 1 or any("://" in name for name in stores):
+        raise DataError(f"--store: choose the store to write to; running here: {', '.join(stores)}")
+    return stores[0] if stores else str(home() / "activations")
 
 
 def _placed(loading: Options, given: dict[str, Any], actors: int | None) -> tuple[Options, int]:

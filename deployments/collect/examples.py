@@ -1,16 +1,21 @@
-"""Reads examples from jsonl, parquet or csv, one at a time, and checks each."""
+"""Examples, read from jsonl, parquet or csv and checked one at a time; what is recorded of them, and their outcomes."""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from deployments.messages import Refusal
+from deployments.points.capture import Capture
+from deployments.points.token_choices import parse
 
 PROMPTS = ("prompt", "text", "messages")  # an example has one of them
 MOST_CHARACTERS = 256  # of a tag, and of an id
@@ -19,6 +24,7 @@ NAME_TAG = "collected"  # of a run stored by a server: the name of its example
 MOST_FIELD = 1 << 24  # characters of a field of a csv file
 AT_ONCE = 32  # texts in a request
 ROWS = 256  # read from a Parquet file at once
+LOST = "answer_lost"  # the code of a refusal of examples of which no answer came
 
 
 class DataError(ValueError):
@@ -56,18 +62,26 @@ class Fields:
 
     label: str | None = None
     group: str | None = None
-    tags: Sequence[str] | None = field(default=None)
+    tags: Sequence[str] | None = None
 
 
 def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[Example | str]:
-    """Read the examples of a file, or of rows in memory, in order; a text is an invalid row's place and its error.
+    """The examples of a file, or of rows in memory, in order; a text is an invalid row's place and its error.
 
     Raises:
-        DataError: The file cannot be read, or has another format.
+        DataError: The file does not exist or has another format; from the iterator, it cannot be read.
     """
-    name = data.name if isinstance(data, Path) else "data"
-    for number, row in _rows(data):
-        place = f"{name}, {_UNITS.get(data.suffix if isinstance(data, Path) else '', 'row')} {number}"
+    if isinstance(data, Path):
+        _check(data)
+        _check_tags(data, fields.tags or ())
+        unit = "line" if data.suffix == ".jsonl" else "row"
+        return _examples(_rows(data), f"{data.name}, {unit}", fields)
+    return _examples(enumerate(data, 1), "data, row", fields)
+
+
+def _examples(rows: Iterable[Numbered], unit: str, fields: Fields) -> Iterator[Example | str]:
+    for number, row in rows:
+        place = f"{unit} {number}"
         try:
             yield _example(row, number, place, fields)
         except DataError as error:
@@ -82,27 +96,33 @@ def together(examples: Iterable[Example]) -> list[list[Example]]:
     return [texts[first : first + AT_ONCE] for first in range(0, len(texts), AT_ONCE)] + chats
 
 
-def check(data: Path) -> None:
-    """Check that a file exists and has a supported format.
-
-    Raises:
-        DataError: It does not exist, or has another format.
-    """
+def _check(data: Path) -> None:
     if data.suffix not in _READERS:
         raise DataError(f"{data}: the name of a data file ends in one of {', '.join(_READERS)}")
     if not data.is_file():
         raise DataError(f"{data}: there is no such file")
 
 
-def count(data: Path | Sequence[Any]) -> int:
+def _check_tags(data: Path, tags: Sequence[str]) -> None:
+    """Check that each of these fields is in some row of a file."""
+    absent, known = set(tags), dict[str, None]()
+    for _, row in _rows(data):
+        if not absent:
+            return
+        if not isinstance(row, DataError):
+            absent -= row.keys()
+            known |= dict.fromkeys(row)
+    if absent and known:
+        raise DataError(f"--tags: no row has the field {min(absent)!r}; there is {', '.join(known)}")
+
+
+def count(data: Path) -> int:
     """The number of rows including invalid ones; for a csv file an upper bound, because rows may span several lines.
 
     Raises:
         DataError: The file cannot be read.
     """
-    if not isinstance(data, Path):
-        return len(data)
-    check(data)
+    _check(data)
     try:
         if data.suffix == ".parquet":
             return int(pq.read_metadata(data).num_rows)
@@ -112,11 +132,7 @@ def count(data: Path | Sequence[Any]) -> int:
         raise DataError(f"{data}: {error}") from error
 
 
-def _rows(data: Path | Iterable[Mapping[str, Any]]) -> Iterator[Numbered]:
-    if not isinstance(data, Path):
-        yield from enumerate(data, 1)
-        return
-    check(data)
+def _rows(data: Path) -> Iterator[Numbered]:
     try:
         yield from _READERS[data.suffix](data)
     except (OSError, pa.ArrowException, csv.Error) as error:
@@ -154,7 +170,6 @@ def _parquet_rows(path: Path) -> Iterator[Numbered]:
 
 
 _READERS = {".jsonl": _json_lines, ".parquet": _parquet_rows, ".csv": _csv_rows}
-_UNITS = {".jsonl": "line"}
 
 
 def _example(row: Mapping[str, Any] | DataError, number: int, place: str, fields: Fields) -> Example:
@@ -165,20 +180,20 @@ def _example(row: Mapping[str, Any] | DataError, number: int, place: str, fields
     """
     if isinstance(row, DataError):
         raise row
-    given = [name for name in PROMPTS if row.get(name) is not None]
-    if len(given) != 1:
-        raise DataError(f"it needs one of the fields {', '.join(PROMPTS)}, and has {', '.join(given) or 'none'}")
-    prompt = _messages(row["messages"]) if given[0] == "messages" else row[given[0]]
+    prompts = [name for name in PROMPTS if row.get(name) is not None]
+    if len(prompts) != 1:
+        raise DataError(f"it needs one of the fields {', '.join(PROMPTS)}, and has {', '.join(prompts) or 'none'}")
+    prompt = _messages(row["messages"]) if prompts == ["messages"] else row[prompts[0]]
     if not isinstance(prompt, (str, list)) or not prompt:
-        raise DataError(f"{given[0]}: {str(prompt)[:50]!r} is not a text with at least one character")
+        raise DataError(f"{prompts[0]}: {str(prompt)[:50]!r} is not a text with at least one character")
     try:
         json.dumps(dict(row), ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise DataError("it has characters that UTF-8 cannot encode") from error
-    own = row.get("id")
-    if not isinstance(own, (str, int, None.__class__)) or isinstance(own, bool) or len(str(own)) > MOST_CHARACTERS:
+    id = number if row.get("id") is None else row["id"]
+    if not isinstance(id, (str, int)) or isinstance(id, bool) or len(str(id)) > MOST_CHARACTERS:
         raise DataError(f"id: it is not a string or a whole number of up to {MOST_CHARACTERS} characters")
-    return Example(place, str(number if own is None else own), prompt, _tags(row, fields))
+    return Example(place, str(id), prompt, _tags(row, fields))
 
 
 def _tags(row: Mapping[str, Any], fields: Fields) -> dict[str, str]:
@@ -191,7 +206,10 @@ def _tags(row: Mapping[str, Any], fields: Fields) -> dict[str, str]:
         others = [name for name in others if name in fields.tags]
     source = {name: given for name, given in meant.items() if row.get(given) is not None}
     source |= {name: name for name in others if name not in meant and row[name] is not None}
-    tags = {name: _text(row[given]) for name, given in source.items()}
+    tags = {
+        name: value if isinstance(value := row[given], str) else json.dumps(value, ensure_ascii=False, default=str)
+        for name, given in source.items()
+    }
     if NAME_TAG in tags:
         raise DataError(
             f"field {NAME_TAG!r}: the command uses a tag of this name: rename the field, or leave it out with --tags"
@@ -205,25 +223,118 @@ def _tags(row: Mapping[str, Any], fields: Fields) -> dict[str, str]:
     return tags
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
 def _messages(value: Any) -> list[dict[str, Any]]:
     """A chat's messages; a csv file has them as JSON."""
     try:
         messages = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         messages = None
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in messages
+    ):
         raise DataError("messages: it is not a list of objects with the texts `role` and `content`")
-    found = [{name: part for name, part in message.items() if part is not None} for message in messages]
+    chat = [{name: part for name, part in message.items() if part is not None} for message in messages]
     try:
-        json.dumps(found, allow_nan=False)
+        json.dumps(chat, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DataError(f"messages: a field is not JSON: {error}") from error
-    return found
+    return chat
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a collection.
+
+    Attributes:
+        model: The model's id.
+        session: The session of the runs.
+        points: Names of points, with wildcards.
+        tokens: The tokens to record, as `capture.tokens`.
+        max_tokens: Tokens to generate after each prompt, greedily.
+        loaded: Options of loading that change the model's results.
+    """
+
+    model: str
+    session: str
+    points: tuple[str, ...]
+    tokens: str
+    max_tokens: int
+    loaded: str = ""
+
+    def capture(self, examples: list[Example]) -> Capture:
+        """The capture of a request with these examples."""
+        return Capture.model_validate(
+            {
+                "points": list(self.points),
+                "tokens": parse(self.tokens),
+                "mode": "generate" if self.max_tokens else "trace",
+                "return": "id",
+                "store_text": True,
+                "tags": [example.tags for example in examples],
+                "sample_id": [example.id for example in examples],
+            }
+        )
+
+    def name(self, example: Example) -> str:
+        """The example's name; the same for the same example and settings, so that it is stored once."""
+        text = json.dumps([asdict(self), example.id, example.prompt, example.tags], sort_keys=True)
+        return f"run-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+@dataclass
+class Outcome:
+    """The outcome of some examples.
+
+    Attributes:
+        runs: The number of stored runs.
+        tokens: Tokens of these runs, including generated ones.
+        already_stored: The number of examples that were stored before or repeated.
+        failures: The place of each other example, and the reason.
+        refusal: Why no example can be stored: an error of the arguments, the engine or the server.
+        seconds: From the collection's first request until the last of these runs was durable.
+    """
+
+    runs: int = 0
+    tokens: int = 0
+    already_stored: int = 0
+    failures: list[str] = field(default_factory=list)
+    refusal: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate of the runs' tokens."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def __iadd__(self, other: Outcome) -> Outcome:
+        """Add the figures of other examples, without the texts of their failures."""
+        self.runs += other.runs
+        self.tokens += other.tokens
+        self.already_stored += other.already_stored
+        self.seconds = max(self.seconds, other.seconds)
+        return self
+
+    def add(self, place: str, status: str, tokens: int, reason: str | None) -> None:
+        """Count the run of the example at `place`, which is `stored` or failed for a reason."""
+        if status == "stored":
+            self.runs += 1
+            self.tokens += tokens
+        else:
+            self.failures.append(f"{place}: {reason}")
+
+    def refuse(self, place: str, refused: Refusal) -> None:
+        """Count the rejected example at `place`."""
+        if (refused.field or "").startswith("capture.points"):
+            self.refusal = f"--points: {refused.message}"
+        elif refused.field == "model":
+            self.refusal = f"--model: {refused.message}"
+        elif refused.status not in (400, 413, 422):  # not an error of the example
+            self.refusal = f"{place}: {refused.message}"
+        else:
+            self.failures.append(f"{place}: {refused.message}")
+
+
+def number(name: str) -> int:
+    """64 bits of an example's name; the chance that two of a million are equal is one in 36 million."""
+    return int(name.removeprefix("run-")[:16], 16)

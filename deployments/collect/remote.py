@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from deployments.collect.examples import NAME_TAG, DataError, Example
-from deployments.collect.work import Outcome, Settings, number
+from deployments.collect.examples import LOST, NAME_TAG, DataError, Example, Outcome, Settings, number
+from deployments.messages import Refusal
 from vitrine.connection.blocking import wait
 from vitrine.connection.transport import Transport, api_root, pause_s
 from vitrine.runs.fetching import listed
@@ -71,44 +70,40 @@ class Sender:
             self._stored = {number(name) async for name in tags if NAME.fullmatch(name)}
         return {name for name in names if number(name) in self._stored}
 
-    async def run(self, examples: list[Example]) -> Outcome:
-        """Store the runs of one request's examples; they are durable when this returns."""
-        outcome = Outcome(began=time.time())
-        await self._run(examples, outcome)
-        outcome.ended = time.time()
-        return outcome
+    async def send(
+        self, examples: list[Example], outcome: Outcome, again: bool = False
+    ) -> tuple[list[Example], Refusal]:
+        """Run the examples of one request, and count their runs, which are durable then.
 
-    async def _run(self, examples: list[Example], outcome: Outcome, attempt: int = 1) -> None:
-        """Run examples; if a request is rejected, run its examples one by one to find the failing one."""
+        If an answer is lost, those that are not stored nevertheless are sent again, unless they come `again`.
+
+        Returns:
+            The examples of which there is no run, and the reason.
+
+        Raises:
+            RequestFailed: The server cannot be reached any more.
+        """
         route = "/completions" if isinstance(examples[0].prompt, str) else "/chat/completions"
-        try:
-            answer = await self._server.post(route, self._body(examples), repeat=False)
-        except RequestFailed as error:
-            if not isinstance(error, ServerError) or error.status >= 500:
-                await self._run_again(examples, outcome, attempt, error)
-            elif len(examples) == 1:
-                outcome.refuse(examples[0].place, error.message, error.param, error.status)
+        refusal = Refusal("the server gave no answer")
+        for attempt in range(ATTEMPTS if again else 1, ATTEMPTS + 1):
+            try:
+                answer = await self._server.post(route, self._body(examples), repeat=False)
+            except RequestFailed as error:
+                if isinstance(error, ServerError) and error.status < 500:
+                    return examples, Refusal(error.message, error.param, status=error.status)
+                if attempt == ATTEMPTS and isinstance(error, ServerAway):
+                    raise
+                await asyncio.sleep(pause_s(attempt + 1))
+                left = [example for example in examples if not await self._has(example)]
+                outcome.already_stored += len(examples) - len(left)
+                examples, refusal = left, Refusal(str(error), code=LOST)
+                if not examples:
+                    break
             else:
-                for example in examples:
-                    if not outcome.refusal:
-                        await self._run([example], outcome)
-            return
-        for run in answer["activations_meta"]["runs"]:
-            outcome.add(examples[run["index"]].place, run["status"], run.get("tokens", 0), run.get("reason"))
-
-    async def _run_again(self, examples: list[Example], outcome: Outcome, attempt: int, lost: RequestFailed) -> None:
-        """Run those examples of a request without an answer that are not stored nevertheless."""
-        if attempt == ATTEMPTS and isinstance(lost, ServerAway):
-            raise lost
-        await asyncio.sleep(pause_s(attempt + 1))
-        left = [example for example in examples if not await self._has(example)]
-        outcome.already_stored += len(examples) - len(left)
-        if attempt == ATTEMPTS and len(examples) == 1:
-            outcome.failures += [f"{example.place}: {lost}" for example in left]
-            return
-        for some in [left] if attempt < ATTEMPTS else [[example] for example in left]:
-            if some:
-                await self._run(some, outcome, min(attempt + 1, ATTEMPTS))
+                for run in answer["activations_meta"]["runs"]:
+                    outcome.add(examples[run["index"]].place, run["status"], run.get("tokens", 0), run.get("reason"))
+                return [], refusal
+        return examples, refusal
 
     async def _has(self, example: Example) -> bool:
         query = {"tag": f"{NAME_TAG}={self._settings.name(example)}", "limit": 1}

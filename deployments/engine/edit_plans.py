@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from deployments.engine.edits import Edit, FeatureChange, Index, Kind
+from deployments.engine.scheduler import Chunk
 from deployments.places.hook_site import HookSite
 from deployments.readouts.reading import ReadoutReader
 
@@ -33,23 +33,6 @@ class _Part(NamedTuple):
     shift: int  # from a position to its row in the forward pass
 
 
-@dataclass(frozen=True)
-class Span:
-    """The rows of one sequence in a forward pass.
-
-    Attributes:
-        edits: The sequence's edits.
-        start: The position of its first token that runs.
-        count: The number of tokens that run.
-        row: The first token's row in the forward pass.
-    """
-
-    edits: Sequence[Edit]
-    start: int
-    count: int
-    row: int
-
-
 class Plan:
     """The changes in one forward pass. All other rows stay bit-identical.
 
@@ -57,22 +40,21 @@ class Plan:
         places: The places that change.
     """
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        """Group the sequences' edits by place, index, kind and features."""
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        """Group the edits of the chunks' sequences by place, index, kind and features."""
         stages: dict[HookSite, dict[_Key, list[_Part]]] = {}
-        for span in spans:
+        for chunk in chunks:
             turns: Counter[HookSite] = Counter()
-            for edit in span.edits:
+            for edit in chunk.sequence.request.edits:
                 place = edit.point.place
                 key = _Key(turns[place], edit.kind, edit.point.shape, edit.heads, edit.features, edit.change)
                 turns[place] += 1
-                if positions := edit.tokens.within(span.start, span.start + span.count):
-                    stages.setdefault(place, {}).setdefault(key, []).append(
-                        _Part(edit, positions, span.row - span.start)
-                    )
+                if positions := edit.tokens.within(chunk.start, chunk.start + chunk.count):
+                    part = _Part(edit, positions, chunk.row - chunk.start)
+                    stages.setdefault(place, {}).setdefault(key, []).append(part)
         self._changes = {
-            place: [change for key in sorted(found, key=lambda key: key.turn) for change in _changes(key, found[key])]
-            for place, found in stages.items()
+            place: [change for key in sorted(parts, key=lambda key: key.turn) for change in _changes(key, parts[key])]
+            for place, parts in stages.items()
         }
         self.places = list(self._changes)
 
@@ -143,7 +125,6 @@ class _Change:
                 self._tensors[name] = torch.tensor(index)
 
     def move(self, positions: Mapping[int, int]) -> None:
-        """See `Plan.move`."""
         self._moved = positions
         if self._is_watched:
             rows = [part.positions[0] + part.shift for part in self._parts]
@@ -194,7 +175,14 @@ class _Change:
         if here:
             assert reader is not None
             reader.read_here(here, rows)
-        return torch.cat([_opened(part, rows.device) for part in self._parts])
+        device = rows.device
+        opened = [
+            gate.opened(part.positions).to(device)
+            if (gate := part.edit.gate)
+            else torch.ones(len(part.positions), dtype=torch.bool, device=device)
+            for part in self._parts
+        ]
+        return torch.cat(opened)
 
     def _report(self, before: torch.Tensor, changed: torch.Tensor, opened: torch.Tensor) -> None:
         """Report the changes of rows [changed, ...]."""
@@ -237,14 +225,6 @@ class _Change:
         return new.to(x.dtype)
 
 
-def _opened(part: _Part, device: torch.device) -> torch.Tensor:
-    """Which of a part's rows its gate lets pass, bool [positions]."""
-    positions = part.positions
-    if part.edit.gate is None:
-        return torch.ones(len(positions), dtype=torch.bool, device=device)
-    return part.edit.gate.opened(positions).to(device)
-
-
 class Plans:
     """The plan of each forward pass; the last one is reused while the same rows change in the same way."""
 
@@ -252,18 +232,19 @@ class Plans:
         self._of: list[tuple[int, list[Edit]]] | None = None
         self._plan = Plan([])
 
-    def of(self, spans: Sequence[Span]) -> Plan:
+    def of(self, chunks: Sequence[Chunk]) -> Plan:
         """The plan of a forward pass."""
-        if any(span.edits and span.count > 1 for span in spans):
+        edited = [(chunk, edits) for chunk in chunks if (edits := chunk.sequence.request.edits)]
+        if any(chunk.count > 1 for chunk, _ in edited):
             self._of = None
-            return Plan(spans)
+            return Plan(chunks)
         active = [
-            (span.row, edits)
-            for span in spans
-            if span.edits and (edits := [edit for edit in span.edits if edit.tokens.within(span.start, span.start + 1)])
+            (chunk.row, acting)
+            for chunk, edits in edited
+            if (acting := [edit for edit in edits if edit.tokens.within(chunk.start, chunk.start + 1)])
         ]
         if active != self._of or any(edit.per_token for _, edits in active for edit in edits):
-            self._of, self._plan = active, Plan(spans)
+            self._of, self._plan = active, Plan(chunks)
         elif any(edit.names_rows for _, edits in active for edit in edits):
-            self._plan.move({span.row: span.start for span in spans})
+            self._plan.move({chunk.row: chunk.start for chunk in chunks})
         return self._plan

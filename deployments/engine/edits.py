@@ -17,6 +17,7 @@ from deployments.readouts.values import Readout
 
 Kind = Literal["add", "add_norm", "scale", "project_out", "clamp", "replace", "feature"]
 Index = tuple[int, ...] | None  # None for all
+OUTLIER = 10  # times the median, from which on a norm is an outlier, as the first token's often is
 MOST_PARTS = 512  # tensors of single rows that are kept apart; each takes far more memory than its number
 
 
@@ -58,9 +59,20 @@ class Norms(_ByPosition):
 
     @property
     def median(self) -> float | None:
-        """Their median, the lower of two; None without rows. The first token's norm may be a hundred times as large."""
-        made = [norm for norm in self.values if not math.isnan(norm)]
+        """Their median, the lower of two; None without rows."""
+        made = self._made
         return median_low(made) if made else None
+
+    @property
+    def outliers(self) -> int:
+        """How many are far above the median."""
+        made = self._made
+        least = OUTLIER * median_low(made) if made else math.inf
+        return sum(norm >= least > 0 for norm in made)
+
+    @property
+    def _made(self) -> list[float]:
+        return [norm for norm in self.values if not math.isnan(norm)]
 
 
 class Changed(NamedTuple):

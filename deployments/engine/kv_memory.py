@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deployments.model.device_memory import Reservation, release_cached, unreserved_bytes
+from deployments.model.device_memory import Reservation, unreserved_bytes
 from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
 from deployments.model.model import Model
 
@@ -173,10 +173,10 @@ class KvMemory:
         """The pages that hold a prefix, each with the chain key of the next page."""
         chain = owner
         for start in range(0, limit - PAGE + 1, PAGE):
-            found = self._known.get((chain, tuple(tokens[start : start + PAGE])))
-            if found is None:
+            entry = self._known.get((chain, tuple(tokens[start : start + PAGE])))
+            if entry is None:
                 return
-            chain, page = found
+            chain, page = entry
             yield page, chain
 
     @staticmethod
@@ -209,11 +209,6 @@ class KvMemory:
             if key := self._names.pop(page, None):
                 del self._known[key]
 
-    @staticmethod
-    def completes_page(before: int, after: int) -> bool:
-        """Whether a sequence that has grown from `before` to `after` tokens has filled a page."""
-        return after // PAGE > before // PAGE
-
     def _forget_oldest(self) -> int:
         page, _ = self._idle.popitem(last=False)
         del self._known[self._names.pop(page)]
@@ -224,7 +219,8 @@ class KvMemory:
         while self._idle:
             self._free.append(self._forget_oldest())
         self._free.sort(reverse=True)
-        release_cached(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         last = max(self._holders, default=NO_PAGE)
         self.cache.release_from(last + 1)
         self._touch_up_to(last)

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from deployments.engine.capture.ring import CaptureRing
 from deployments.engine.kv_memory import KvMemory
+from deployments.engine.output_processor import OutputProcessor
 from deployments.engine.scheduler import Chunk, Scheduler
 from deployments.engine.sequence import Sequence as EngineSequence
 from deployments.engine.statistics import Statistics
 from deployments.model.device_memory import mib
 
 
-class Failure(NamedTuple):
-    """A sequence that ends with an error.
-
-    Attributes:
-        sequence: The sequence.
-        message: What went wrong.
-        code: A stable error code.
-    """
-
-    sequence: EngineSequence
-    message: str
-    code: str
-
-
 class Recovery:
     """Finds the failing sequence, or makes the next forward passes smaller."""
 
-    def __init__(self, scheduler: Scheduler, memory: KvMemory, ring: CaptureRing, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        memory: KvMemory,
+        ring: CaptureRing,
+        statistics: Statistics,
+        output: OutputProcessor,
+    ) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._ring = ring
         self._statistics = statistics
+        self._output = output
 
-    def after(self, chunks: Sequence[Chunk], failed: str, out_of_memory: str | None) -> list[Failure]:
-        """Prepare the next forward passes and return the sequences that end.
+    def recover(self, chunks: Sequence[Chunk], failed: str, out_of_memory: str | None) -> None:
+        """Prepare the next forward passes, and end the sequences that cannot run.
 
         Args:
             chunks: The chunks of the failed forward pass.
@@ -51,12 +45,16 @@ class Recovery:
         if out_of_memory is None:
             if len(chunks) > 1:
                 self._scheduler.suspect(chunks)
-                return []
-            return [Failure(chunk.sequence, failed, "engine_error") for chunk in chunks]
+                return
+            for chunk in chunks:
+                self._output.finish(chunk.sequence, "error", failed)
+            return
         self._statistics.out_of_memory += 1
         relieved = self._relieve(chunks)
         self._memory.trim()
-        return [] if relieved else [self._exhausted(chunk.sequence, out_of_memory) for chunk in chunks]
+        for chunk in [] if relieved else chunks:
+            message = self._exhausted(chunk.sequence, out_of_memory)
+            self._output.finish(chunk.sequence, "error", message, "out_of_memory")
 
     def preempt(self, seq: EngineSequence) -> None:
         """Move a sequence back to the queue with its recorded rows."""
@@ -85,11 +83,10 @@ class Recovery:
         last.no_memory_at = last.length
         return once_more
 
-    def _exhausted(self, seq: EngineSequence, out_of_memory: str) -> Failure:
+    def _exhausted(self, seq: EngineSequence, out_of_memory: str) -> str:
         size = mib(self._memory.most_held(seq.need) * self._memory.position_bytes)
-        message = (
+        return (
             f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
             f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "
             f"{size} of keys and values: shorten the prompt or lower max_tokens"
         )
-        return Failure(seq, message, "out_of_memory")

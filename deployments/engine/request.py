@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from deployments.engine.capture.captured import Captured
 from deployments.points.capture import Capture
 from deployments.points.logit_lens import MOST_LIKELIEST
 from deployments.points.token_choices import Tokens
 
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
+    import torch
+
     from deployments.engine.decoding.guided import Grammar
     from deployments.engine.edits import Edit
     from deployments.places.hook_site import Point
+    from deployments.points.patterns import Patterns
     from deployments.readouts.gates import Gate
     from deployments.readouts.sequence import ResolvedReadout
     from deployments.readouts.spec import ReadoutRows
@@ -156,6 +158,25 @@ class Request:
         """The conditions of its edits, and the one that ends its answer."""
         gates = [edit.gate for edit in self.edits if edit.gate]
         return [*gates, self.stop_when] if self.stop_when else gates
+
+
+class Captured(NamedTuple):
+    """The recorded rows of a request.
+
+    Attributes:
+        positions: [rows] index of each row's token in prompt + answer, ascending.
+        token_ids: [rows] each row's token.
+        values: Point name -> [rows, ...features], on the CPU; the rows of attention patterns grow.
+    """
+
+    positions: Sequence[int]
+    token_ids: Sequence[int]
+    values: dict[str, torch.Tensor | Patterns]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the values."""
+        return sum(value.nbytes for value in self.values.values())
 
 
 class Rows(NamedTuple):

@@ -9,16 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deployments.engine.capture.gathering import PromptRows, gatherings
-from deployments.engine.capture.ring import CaptureRing, places_of
+from deployments.engine.capture.ring import CaptureRing, PromptRows, gatherings, places_of
 from deployments.engine.decoding.lens_reader import LensReader, LensRow
-from deployments.engine.decoding.prompt_logprobs import read, spans_of
-from deployments.engine.edit_plans import Plans, Span
+from deployments.engine.edit_plans import Plans
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import LayerTokens
 from deployments.engine.scheduler import Chunk
 from deployments.engine.sequence import Sequence as EngineSequence
-from deployments.model.kv_cache import TokenSpan
+from deployments.model.kv_cache import PAGE, TokenSpan
 from deployments.model.model import Model
 from deployments.places.hook_site import HookSite
 from deployments.readouts.gates import Gate
@@ -61,15 +59,16 @@ class Runner:
         model = self._model
         chunks = self._in_order(chunks)
         capture = _Capture(self._ring, chunks)
-        plan = self._plans.of([Span(p.sequence.request.edits, p.start, p.count, p.row) for p in chunks])
+        plan = self._plans.of(chunks)
         deciding = [chunk for chunk in chunks if chunk.decides]
         drawn = [LensRow(_last_row(chunk), asked) for chunk in deciding if (asked := chunk.sequence.lens)]
         prompts = _prompt_lenses(chunks)
-        lenses = self._lenses_of([*drawn, *(lens.row for lens in prompts)])
-        readouts = ReadoutReader(
-            [_read_span(chunk) for chunk in chunks],
-            self._stacks,
-        )
+        with_lens = [*drawn, *(lens.row for lens in prompts)]
+        if with_lens != self._lenses.asking:  # the last reader is reused while the same rows have a lens
+            self._lenses = LensReader(with_lens)
+        lenses = self._lenses
+        lenses.begin()
+        readouts = ReadoutReader([_read_span(chunk) for chunk in chunks], self._stacks)
 
         def visit(place: HookSite, value: Any) -> torch.Tensor | None:
             new = plan.apply(place, value, readouts)
@@ -80,8 +79,12 @@ class Runner:
             return new
 
         places = [*capture.places, *plan.places, *lenses.places, *readouts.places]
-        scored = spans_of([chunk.sequence.scores for chunk in chunks], chunks)
-        wanted = [_last_row(chunk) for chunk in deciding] + [row for one in scored for row in one.rows]
+        scored = [
+            (scores, range(chunk.row + unscored.start, chunk.row + unscored.stop))
+            for chunk in chunks
+            if (scores := chunk.sequence.scores) and (unscored := scores.wanted(chunk.start, chunk.count))
+        ]
+        wanted = [_last_row(chunk) for chunk in deciding] + [row for _, rows in scored for row in rows]
         logits = model.forward(
             [token for chunk in chunks for token in _tokens(chunk)],
             [TokenSpan(chunk.sequence.kv, chunk.start, chunk.count) for chunk in chunks],
@@ -92,18 +95,19 @@ class Runner:
             every_logit=any(place.module == model.head for place in places),
             readers=capture.readers,
         )
-        logprobs = read(scored, logits[len(deciding) :])
+        parts = torch.split(logits[len(deciding) :], [len(rows) for _, rows in scored]) if scored else ()
+        logprobs = [scores.read(part) for (scores, _), part in zip(scored, parts, strict=True)]
         layers = lenses.read(model.unembedding)  # before any state changes: these may run out of memory
         capture.stack()
-        found = iter(layers)
-        by_turn = {turn: next(found) for turn, chunk in enumerate(deciding) if chunk.sequence.lens}
+        of_deciding = iter(layers)
+        by_turn = {turn: next(of_deciding) for turn, chunk in enumerate(deciding) if chunk.sequence.lens}
         met = readouts.keep()
         stopped = {turn: met[row] for turn, chunk in enumerate(deciding) if (row := _last_row(chunk)) in met}
         capture.keep()
-        for span, scores in zip(scored, logprobs, strict=True):
-            span.scores.add(scores)
-        for lens, found_layers in zip(prompts, layers[len(drawn) :], strict=True):
-            lens.sequence.prompt_lens.append((lens.position, found_layers))
+        for (scores, _), new in zip(scored, logprobs, strict=True):
+            scores.add(new)
+        for lens, of_prompt in zip(prompts, layers[len(drawn) :], strict=True):
+            lens.sequence.prompt_lens.append((lens.position, of_prompt))
         for chunk in chunks:
             self._fed(chunk)
         return ForwardResult([chunk.sequence for chunk in deciding], logits[: len(deciding)], by_turn, stopped)
@@ -128,15 +132,8 @@ class Runner:
         before, seq.fed = seq.fed, chunk.start + chunk.count
         if seq.recording:
             seq.recording.rows = max(seq.recording.rows, seq.fed)
-        if self._model.packs and self._memory.completes_page(before, seq.fed):
+        if self._model.packs and seq.fed // PAGE > before // PAGE:  # it has filled a page
             self._memory.remember(seq.kv, seq.token_ids, min(seq.fed, seq.unchanged))
-
-    def _lenses_of(self, asking: list[LensRow]) -> LensReader:
-        """The lens reader of a forward pass; the last one is reused while the same rows have a lens."""
-        if asking != self._lenses.asking:
-            self._lenses = LensReader(asking)
-        self._lenses.begin()
-        return self._lenses
 
 
 class _PromptLens(NamedTuple):
@@ -166,7 +163,6 @@ def _last_row(chunk: Chunk) -> int:
 
 
 def _tokens(chunk: Chunk) -> Sequence[int]:
-    """A chunk's token ids."""
     seq, stop, prompt = chunk.sequence, chunk.start + chunk.count, len(chunk.sequence.request.prompt)
     if stop <= prompt:
         return seq.request.prompt[chunk.start : stop]
@@ -199,9 +195,8 @@ class _Capture:
         self._gathered, self._copied = gatherings(self._prompts, ring.window)
         self._came = set[HookSite]()
         recordings = [prompt.recording for prompt in self._prompts]
-        ringing = ring.places()
-        self._ringing = set(ringing)
-        self.places = [*ringing, *(place for place in places_of(recordings) if place not in self._ringing)]
+        self._ringing = set(ring.places)
+        self.places = [*ring.places, *(place for place in places_of(recordings) if place not in self._ringing)]
         self.readers = {
             place: [i for i, recording in enumerate(ring.recordings) if recording.reads(place)]
             + [index for index, prompt in indexed if prompt.recording.reads(place)]

@@ -37,7 +37,7 @@ class Sequence:
         overtaken: The number of later sequences admitted while it waited for pages.
         no_memory_at: Its length when it last ran out of memory alone.
         stalled: It is paused until its recorded rows are written or its grammar is compiled.
-        unsaid: Deltas kept until its end, if it is not streamed.
+        unsent: Deltas kept until its end, if it is not streamed.
         ending: The finish reason; one more forward pass computes the last token's activations.
         prompt_lens: The lens of the prompt so far, by positions.
         readouts: The values of its readouts; None if it requests none.
@@ -60,7 +60,7 @@ class Sequence:
     overtaken: int = 0
     no_memory_at: int = -1
     stalled: bool = False
-    unsaid: list[Delta] = field(default_factory=list)
+    unsent: list[Delta] = field(default_factory=list)
     ending: FinishReason | None = None
     prompt_lens: list[tuple[int, tuple[LayerTokens, ...]]] = field(default_factory=list)
     readouts: SequenceReadouts | None = None

@@ -17,7 +17,7 @@ from deployments.places.hook_site import Point
 from deployments.places.points import Points
 from deployments.points.capture import Features
 from deployments.points.interventions import Add, Change, ChangeFeature, Clamp, Intervention, ProjectOut, Replace, Scale
-from deployments.points.token_choices import Ends, Positions, TokenChoice, placed, resolve_ahead
+from deployments.points.token_choices import Ends, Positions, TokenChoice, farthest, placed, resolve_ahead
 from deployments.readouts.resolver import ReadoutResolver
 
 
@@ -79,10 +79,12 @@ class EditResolver:
         Raises:
             RequestError: It cannot have such tokens, or their number differs from that of the rows; names the field.
         """
-        found = []
+        resolved = []
         for spec, field, edits in map(self._prepared.__getitem__, fields):
             choice = placed(spec.tokens, ends, f"{field}.tokens")
-            tokens = _tokens(choice, prompt, most, f"{field}.tokens")
+            tokens = resolve_ahead(choice, prompt, most, f"{field}.tokens")
+            if farthest(choice) >= most:
+                raise RequestError(f"prompt and answer have positions 0 to {most - 1}", f"{field}.tokens")
             for edit in edits:
                 vector = _paired(edit.vector, choice, tokens, most, field) if edit.per_token else edit.vector
                 norms = Norms(field) if edit.kind == "add_norm" else None
@@ -90,11 +92,10 @@ class EditResolver:
                 if spec.when is not None:
                     gate = self._readouts.gate(spec.when, edit.point, tokens, prompt, f"{field}.when")
                     made = replace(made, gate=gate)
-                found.append(replace(made, report=Report()) if self._report else made)
-        return tuple(found)
+                resolved.append(replace(made, report=Report()) if self._report else made)
+        return tuple(resolved)
 
     def _feature(self, spec: ChangeFeature, field: str) -> Edit:
-        """The edit that changes one feature."""
         source, point = self._readouts.autoencoder(spec.sae, f"{field}.sae")
         if spec.feature >= source.readout.count:
             message = f"{spec.sae} has features 0 to {source.readout.count - 1}"
@@ -223,10 +224,3 @@ def _fitted(
         return vector.view(count, width)
     each = f", or {count * width} for {count} heads" if count > 1 else ""
     raise RequestError(f"{len(vector)} numbers, but {point.name} needs {width}{each}", f"{field}.vector")
-
-
-def _tokens(choice: TokenChoice, prompt: int, most: int, field: str) -> Tokens:
-    tokens = resolve_ahead(choice, prompt, most, field)
-    if isinstance(choice, Positions) and max(choice.positions) >= most:
-        raise RequestError(f"prompt and answer have positions 0 to {most - 1}", field)
-    return tokens

@@ -86,8 +86,8 @@ class StoredTensors:
         for field, spec in job.all_changes.items():
             reader, reference = job.reader(field), getattr(spec, "vector", None)
             if isinstance(spec, Replace) and spec.rows is not None:
-                one = _WantedRows(field, spec.rows, reader, self._names_of(spec, spec.rows, field))
-                asked.setdefault((spec.rows.run_id, repr(spec.rows.tokens), reader), []).append(one)
+                wanted = _WantedRows(field, spec.rows, reader, self._names_of(spec, spec.rows, field))
+                asked.setdefault((spec.rows.run_id, repr(spec.rows.tokens), reader), []).append(wanted)
             elif isinstance(reference, str) and (reference, reader) not in readable:
                 tensors[reference] = await self._tensor(reference, f"{field}.vector", reader)
                 readable.add((reference, reader))
@@ -97,8 +97,8 @@ class StoredTensors:
         for alike in asked.values():  # in a grid of patches, all layers' rows of a token are fetched at once
             async with self._bringing:
                 rows |= await self._rows(alike)
-                for one in alike:
-                    self._take(job.id, sum(part.nbytes for part in rows[one.field]), f"{one.field}.from")
+                for wanted in alike:
+                    self._take(job.id, sum(part.nbytes for part in rows[wanted.field]), f"{wanted.field}.from")
         return FetchedTensors(tensors, rows)
 
     async def _tensor(self, reference: str, field: str, reader: Account) -> torch.Tensor:
@@ -112,14 +112,14 @@ class StoredTensors:
 
     async def _rows(self, asked: Sequence[_WantedRows]) -> dict[str, list[torch.Tensor]]:
         """Rows for the same tokens of one stored run, by the interventions' fields."""
-        names = list(dict.fromkeys(name for one in asked for name in one.names))
+        names = list(dict.fromkeys(name for wanted in asked for name in wanted.names))
         field, source = asked[0].field, asked[0].source
         try:
             read = self._reader.rows.remote(source.run_id, names, source.tokens, self._most, asked[0].reader)
             data = await survived(read, f"run {source.run_id}")
         except RequestError as refused:
             if len(asked) > 1:  # one by one, to name the failing one
-                return {one.field: (await self._rows([one]))[one.field] for one in asked}
+                return {wanted.field: (await self._rows([wanted]))[wanted.field] for wanted in asked}
             named = f"{field}.{refused.field}" if refused.field else field
             raise RequestError(refused.message, named, refused.code, refused.status) from refused
         except StoreError as error:  # Ray adds the actor's traceback to the error
@@ -128,9 +128,9 @@ class StoredTensors:
         if data is None:
             message = f"there is no stored run {source.run_id!r}: it is unfinished, was returned inline, or was deleted"
             raise RequestError(message, f"{field}.from.run_id", "run_not_found")
-        found = load(data)
+        tensors = load(data)
         place = {name: str(number) for number, name in enumerate(names)}
-        return {one.field: [found[place[name]] for name in one.names] for one in asked}
+        return {wanted.field: [tensors[place[name]] for name in wanted.names] for wanted in asked}
 
     def _names_of(self, spec: Replace, source: StoredRows, field: str) -> list[tuple[str, ...]]:
         """For each point of an operation, or for all of them, the possible names of its rows in a run."""

@@ -1,4 +1,1 @@
-"""One copy of a model's weights and its forward passes: KV memory, attention, hooks, logits of any layer.
-
-The engine decides which tokens run; this package runs them.
-"""
+"""One copy of a model's weights and its forward passes: KV memory, attention, hooks, logits of any layer."""

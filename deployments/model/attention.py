@@ -56,8 +56,8 @@ _running = _Running()
 
 def configs_of(model: torch.nn.Module) -> list[Any]:
     """The configs that select the attention of a model's modules, without repetition."""
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return list(found.values())
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return list(configs.values())
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def _by_torch(
         rows = slice(first, first + span.count)
         keys, values = key[:, :, rows], value[:, :, rows]
         if span.start:
-            keys, values = _gathered(layer, span, tables.prefixes[first], width)
+            keys, values = _gathered(layer, span, tables.prefix(first, span), width)
         mask = None if _is_causal(span, softmax) else tables.prompt_mask(first, span, softmax.window)
         out[rows] = _products(query[:, :, rows], keys, values, mask, softmax)[0].transpose(0, 1)
     for group, (at, table, _) in enumerate(tables.groups):

@@ -80,15 +80,15 @@ def unreserved_bytes(device: torch.device, model: str) -> int:
 
 def reserved_for_others(model: str) -> int:
     """Bytes that are reserved for other models than this one and not touched."""
-    others, own, found = f"/memfd:{_RESERVED}", f"/memfd:{_reserved(model)} (deleted)", dict[int, int]()
+    others, own, sizes = f"/memfd:{_RESERVED}", f"/memfd:{_reserved(model)} (deleted)", dict[int, int]()
     for file in glob.iglob("/proc/[0-9]*/fd/*"):
         try:
             if (name := os.readlink(file)).startswith(others) and name != own:
                 state = os.stat(file)
-                found[state.st_ino] = state.st_size  # once, also if a child process inherited it
+                sizes[state.st_ino] = state.st_size  # once, also if a child process inherited it
         except OSError:  # closed meanwhile, or another user's
             continue
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def _reserved(model: str) -> str:
@@ -130,12 +130,6 @@ def is_broken(error: Exception) -> bool:
             torch.cuda.synchronize()
             return False  # a wrong argument, for example
     return True
-
-
-def release_cached(device: torch.device) -> None:
-    """Return the allocator's unused blocks."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def describe(device: torch.device, error: Exception) -> str:

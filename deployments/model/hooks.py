@@ -12,9 +12,7 @@ from deployments.places.hook_site import HookSite
 from deployments.places.watching import attention_weights, first_tensor, with_first
 
 Visit = Callable[[HookSite, Any], torch.Tensor | None]  # returns the replacement of the value, or None
-Readers = Mapping[
-    HookSite, Sequence[int]
-]  # place of attention patterns -> spans of the forward pass, in ascending order
+Readers = Mapping[HookSite, Sequence[int]]  # place of attention patterns -> spans of the forward pass, ascending
 
 
 class Hooks:
@@ -59,7 +57,8 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         # Hooks of one module run in the order of registration.
-        self._handles = [handle for place in sorted(places, key=lambda one: one.order) for handle in self._hooks(place)]
+        in_order = sorted(places, key=lambda place: place.order)
+        self._handles = [handle for place in in_order for handle in self._hooks(place)]
         self._places = places
 
     def _hooks(self, place: HookSite) -> list[Any]:

@@ -55,12 +55,12 @@ def make_batch_invariant(model: Model) -> None:
     before = _run(model, prompts, lengths[0] // 2)
     _change(hf)
     together, alone = _run(model, prompts, lengths[0] // 2), [_run(model, [prompt])[0] for prompt in prompts]
-    differing = relative_error(torch.cat([one.logits for one in together]), torch.cat([one.logits for one in before]))
+    differing = relative_error(*(torch.cat([probed.logits for probed in run]) for run in (together, before)))
     if differing > TOLERANCE[model.dtype]:
         message = f"it changes the logits by {differing:.1%} of their norm"
         raise UnsupportedModelError(f"batch_invariant does not hold for {type(hf).__name__}: {message}")
-    for one, other in zip(together, alone, strict=True):
-        if not all(map(torch.equal, (one.logits, *one.kv), (other.logits, *other.kv))):
+    for probed, other in zip(together, alone, strict=True):
+        if not all(map(torch.equal, (probed.logits, *probed.kv), (other.logits, *other.kv))):
             message = "its rows' bits depend on the rows beside them, by an operation that is no module"
             raise UnsupportedModelError(f"batch_invariant does not hold for {type(hf).__name__}: {message}")
 
@@ -91,10 +91,9 @@ def _run(model: Model, prompts: list[list[int]], cut: int = 0) -> list[_Probed]:
 def _change(hf: Any) -> None:
     """Replace linear layers and activations by functions that do not depend on other rows."""
     for name, module in hf.named_modules():
-        if isinstance(module, nn.Linear):
-            module.forward = functools.partial(_by_tiles, module.forward, module.out_features)  # type: ignore[method-assign]
-        elif isinstance(module, Conv1D):
-            module.forward = functools.partial(_by_tiles, module.forward, module.nf)  # type: ignore[method-assign]
+        if isinstance(module, (nn.Linear, Conv1D)):
+            width = module.out_features if isinstance(module, nn.Linear) else module.nf
+            module.forward = functools.partial(in_tiles, width=width, product=module.forward)  # type: ignore[method-assign]
         elif type(module).__module__ == ACTIVATIONS or isinstance(module, ELEMENTWISE):
             module.forward = functools.partial(_by_vectors, module.forward)
         elif any(weight.ndim > 2 for weight in module.parameters(recurse=False)):
@@ -111,7 +110,3 @@ def _by_vectors(function: Any, x: torch.Tensor) -> torch.Tensor:
     rows = functional.pad(x.reshape(-1, width), (0, -width % VECTOR))
     tiles = torch.split(rows, max(1, SINGLE_THREAD_NUMBERS // rows.shape[-1]))
     return torch.cat([function(tile) for tile in tiles])[:, :width].reshape(x.shape)
-
-
-def _by_tiles(forward: Any, width: int, x: torch.Tensor) -> torch.Tensor:
-    return in_tiles(x, width, forward)

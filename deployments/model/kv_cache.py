@@ -72,7 +72,7 @@ class Packed:
         if self.rows == len(spans):
             self.positions = np.array([span.start for span in spans], dtype=np.int64)
         else:
-            ranges = [np.arange(one.start, one.start + one.count) for one in spans]
+            ranges = [np.arange(span.start, span.start + span.count) for span in spans]
             self.positions = np.concatenate(ranges).astype(np.int64)
 
     @cached_property
@@ -95,12 +95,12 @@ class Packed:
     @cached_property
     def units(self) -> torch.Tensor:
         """[units, 2] first row and number of rows that the kernel takes at once, int32."""
-        found = [
+        units = [
             (first + at, min(UNIT_ROWS, span.count - at))
             for first, span in zip(self.firsts, self.spans, strict=True)
             for at in range(0, span.count, UNIT_ROWS)
         ]
-        return torch.tensor(found, dtype=torch.int32)
+        return torch.tensor(units, dtype=torch.int32)
 
     @cached_property
     def position(self) -> torch.Tensor:
@@ -201,17 +201,11 @@ class PagedCache(Cache):
 
     def of(self, kv: SequenceKv, tokens: int) -> list[torch.Tensor]:
         """[tokens, kv_heads, features] keys and values of a sequence's first tokens, layer by layer."""
-        found = []
+        parts = []
         for layer in self._layers.values():
             for part, slots in ((layer.keys, 3), (layer.values, 2)):
-                found.append(part[kv.pages].movedim(slots, 1).flatten(0, 1)[:tokens])
-        return found
-
-    def touch(self) -> None:
-        """Allocate the memory of all pages now."""
-        for layer in self._layers.values():
-            for part in layer:
-                part.zero_()
+                parts.append(part[kv.pages].movedim(slots, 1).flatten(0, 1)[:tokens])
+        return parts
 
     def release_from(self, page: int) -> None:
         """Return the memory of all pages from this one on to the system, on a CPU; their contents are lost."""

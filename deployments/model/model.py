@@ -12,13 +12,11 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from deployments.model.attention import configs_of, packed_attention
+from deployments.model.fast_layers import Switch, replace_linear_layers, replace_rms_norms
 from deployments.model.hooks import Hooks, Readers, Visit
 from deployments.model.invariance import make_batch_invariant
 from deployments.model.kv_cache import Packed, PagedCache, TokenSpan
-from deployments.model.linear import replace_linear_layers
-from deployments.model.norms import replace_rms_norms
 from deployments.model.packing import UnsupportedModelError, find_packing
-from deployments.model.switch import Switch
 from deployments.model.tables import Tables, uploaded
 from deployments.model.unembedding import Unembedding
 from deployments.model.weights import SharedWeights

@@ -76,8 +76,8 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_built(KINDS[dtype])))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
-        said = getattr(error, "stderr", None)
-        logger.warning("the kernels could not be compiled, so torch's slower operations are used: %s", said or error)
+        message = getattr(error, "stderr", None)
+        logger.warning("the kernels could not be compiled, so torch's slower operations are used: %s", message or error)
         return None
 
 
@@ -88,7 +88,7 @@ def _built(flags: tuple[str, ...]) -> Path:
         OSError: There is no compiler, or no directory to write to.
         subprocess.SubprocessError: The compiler failed.
     """
-    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C compiler: install gcc or clang")
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -60,7 +60,8 @@ def find_packing(model: Model) -> None:
         reason = "its layers keep a recurrent or compressed state, which cannot be paged or cut back"
         raise UnsupportedModelError(f"{type(model.hf).__name__} cannot be served exactly: {reason}")
     tried = []
-    for packs in (True, False) if not unknown_window(model.config) else (False,):
+    has_other_window = any(getattr(model.config, field, None) for field in OTHER_WINDOWS)
+    for packs in (False,) if has_other_window else (True, False):
         model.packs = packs
         with windows_of(PROBE_WINDOW, model.hf):
             if (failed := _failure(model)) is None:
@@ -120,27 +121,23 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9))
 
 
-def unknown_window(config: Any) -> str | None:
-    """The field of a config with an attention window of another kind; None if there is none."""
-    return next((field for field in OTHER_WINDOWS if getattr(config, field, None)), None)
-
-
 @contextmanager
 def windows_of(length: int, model: nn.Module) -> Iterator[None]:
     """Set a model's windows to `length` tokens in this context: a few tokens then show whether it has them.
 
     Some configs state a window that their model does not have. Modules may have copied their config's value.
     """
-    holders = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None)) if one}
+    owners = [owner for module in model.modules() for owner in (module, getattr(module, "config", None)) if owner]
+    holders = {id(owner): owner for owner in owners}
     stated = [
-        (one, window)
-        for one in holders.values()
-        if isinstance(window := getattr(one, "sliding_window", None), int) and window
+        (holder, window)
+        for holder in holders.values()
+        if isinstance(window := getattr(holder, "sliding_window", None), int) and window
     ]
     try:
-        for one, _ in stated:
-            one.sliding_window = length
+        for holder, _ in stated:
+            holder.sliding_window = length
         yield
     finally:
-        for one, window in stated:
-            one.sliding_window = window
+        for holder, window in stated:
+            holder.sliding_window = window

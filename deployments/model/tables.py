@@ -68,7 +68,6 @@ class Tables:
         pages: [rows] the page that each row is written to.
         offsets: [rows] its offset within that page.
         prompts: Spans of several tokens, with their first rows.
-        prefixes: First row -> the pages of a prompt that begins after its sequence's first token.
         groups: Single rows of similar length: [group] rows, [group, pages] their tables, [group, 1] positions.
         more: The other arrays that were uploaded.
     """
@@ -83,19 +82,18 @@ class Tables:
         """
         spans = list(zip(packed.firsts, packed.spans, strict=True))
         self.prompts = [(first, span) for first, span in spans if span.count > 1]
-        prefixed = [(first, span) for first, span in self.prompts if span.start]
-        groups = list(_alike([one for one in spans if one[1].count == 1]))
-        arrays = [packed.page_of.numpy(), packed.offset.numpy(), *(pages_of(span) for _, span in prefixed)]
+        groups = list(_alike([single for single in spans if single[1].count == 1]))
+        arrays = [packed.page_of.numpy(), packed.offset.numpy()]
         for group in groups:
             arrays += [np.array([first for first, _ in group]), _table(group)]
             arrays.append(np.array([[span.start] for _, span in group]))
         together = _together(self.prompts)
-        found = iter(uploaded([*arrays, *together, *more], device))
-        self.pages, self.offsets = next(found), next(found)
-        self.prefixes = {first: next(found) for first, _ in prefixed}
-        self.groups = [(next(found), next(found), next(found)) for _ in groups]
-        self.together = self._prompts([next(found) for _ in together]) if together else None
-        self.more = list(found)
+        parts = iter(uploaded([*arrays, *together, *more], device))
+        self.pages, self.offsets = next(parts), next(parts)
+        self.groups = [(next(parts), next(parts), next(parts)) for _ in groups]
+        self.together = self._prompts([next(parts) for _ in together]) if together else None
+        self.more = list(parts)
+        self._prefixes: dict[int, torch.Tensor] = {}
         self._masks: dict[tuple[str, int, int], Mask] = {}
 
     def _prompts(self, uploaded: Sequence[torch.Tensor]) -> Prompts:
@@ -106,6 +104,12 @@ class Tables:
         stops = [span.start + span.count for _, span in self.prompts]
         places = (keys[0], keys[1]) if keys else None
         return Prompts(slice(first, last + span.count), starts.int(), key_starts.int(), max(counts), max(stops), places)
+
+    def prefix(self, first: int, span: TokenSpan) -> torch.Tensor:
+        """[pages] the pages up to the end of the prompt with this first row, uploaded for its first layer."""
+        if first not in self._prefixes:
+            (self._prefixes[first],) = uploaded([pages_of(span)], self.pages.device)
+        return self._prefixes[first]
 
     def prompt_mask(self, first: int, span: TokenSpan, window: int) -> Mask:
         """The mask [1, 1, tokens, keys] of the prompt with this first row."""
@@ -127,8 +131,8 @@ def tables_of(packed: Packed, device: torch.device) -> Tables:
     """A forward pass's tables on a device: layers may be on several."""
     if device not in packed.tables:
         packed.tables[device] = Tables(packed, device)
-    found: Tables = packed.tables[device]
-    return found
+    tables: Tables = packed.tables[device]
+    return tables
 
 
 def uploaded(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -154,8 +158,8 @@ def reads(span: TokenSpan, window: int, device: torch.device) -> torch.Tensor:
 def _read_by(own: torch.Tensor, keys: int, window: int) -> torch.Tensor:
     """[rows, keys] whether rows at the positions `own` [rows, 1] read each of `keys` keys."""
     positions = torch.arange(keys, device=own.device)
-    found = positions <= own
-    return found & (positions > own - window) if window else found
+    reads = positions <= own
+    return reads & (positions > own - window) if window else reads
 
 
 def _together(prompts: Sequence[tuple[int, TokenSpan]]) -> list[np.ndarray]:
@@ -185,10 +189,10 @@ def _table(group: Sequence[tuple[int, TokenSpan]]) -> np.ndarray:
 def _alike(singles: Sequence[tuple[int, TokenSpan]]) -> Iterator[list[tuple[int, TokenSpan]]]:
     """Group single rows of similar length."""
     group: list[tuple[int, TokenSpan]] = []
-    for one in sorted(singles, key=lambda one: one[1].start):
-        if group and one[1].start // PAGE + 1 > SPREAD * (group[0][1].start // PAGE + 1):
+    for single in sorted(singles, key=lambda single: single[1].start):
+        if group and single[1].start // PAGE + 1 > SPREAD * (group[0][1].start // PAGE + 1):
             yield group
             group = []
-        group.append(one)
+        group.append(single)
     if group:
         yield group

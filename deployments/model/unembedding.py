@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from deployments.errors import RequestError
+from deployments.model.fast_layers import Switch
 from deployments.model.packing import TOLERANCE, relative_error
-from deployments.model.switch import Switch
 from deployments.places.points import Points
 from deployments.places.watching import first_tensor, with_first
 

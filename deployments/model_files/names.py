@@ -34,10 +34,10 @@ def located(model: str, models_dir: str | None = None) -> Path | str:
     """
     if model == DEMO:
         return WEIGHTS
-    if (found := Path(models_dir or default_models_dir(), model)).is_dir():
-        return found
+    if (local := Path(models_dir or default_models_dir(), model)).is_dir():
+        return local
     if model == SMOLLM2:
-        message = f"there is no {found}: run `make smollm2`, which writes {default_models_dir() / SMOLLM2}"
+        message = f"there is no {local}: run `make smollm2`, which writes {default_models_dir() / SMOLLM2}"
         raise LoadError(message, "model_id", "model_not_found", 404)
     given = Path(model).expanduser()
     if given.is_dir() and not given.is_absolute():

@@ -38,15 +38,15 @@ def find_layers(model: Any, modules: dict[str, nn.Module]) -> str:
 def canonical_modules(model: Any, modules: dict[str, nn.Module], paths: dict[int, str], layers: str) -> dict[str, str]:
     """Canonical module name -> the model's own path."""
     stem = layers.rpartition(".")[0]
-    found = {"embed": paths[id(model.get_input_embeddings())], "lm_head": paths[id(model.get_output_embeddings())]}
-    found.update(("norm", f"{stem}.{norm}") for norm in FINAL_NORMS if f"{stem}.{norm}" in modules)
+    aliases = {"embed": paths[id(model.get_input_embeddings())], "lm_head": paths[id(model.get_output_embeddings())]}
+    aliases.update(("norm", f"{stem}.{norm}") for norm in FINAL_NORMS if f"{stem}.{norm}" in modules)
     for i in range(len(modules[layers])):  # type: ignore[arg-type]
-        found[f"layers.{i}"] = f"{layers}.{i}"
+        aliases[f"layers.{i}"] = f"{layers}.{i}"
         for part, names in LAYER_PARTS.items():
             here = [f"{layers}.{i}.{name}" for name in names if f"{layers}.{i}.{name}" in modules]
             if here:
-                found[f"layers.{i}.{part}"] = here[0]
-    return found
+                aliases[f"layers.{i}.{part}"] = here[0]
+    return aliases
 
 
 def drop_misnamed_norms(aliases: dict[str, str], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:

@@ -11,9 +11,11 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, get_args
 
 import torch
+from torch import nn
 
 from deployments.errors import RequestError
 from deployments.places.architectures import (
@@ -27,7 +29,7 @@ from deployments.places.architectures import (
 from deployments.places.hook_site import HookSite, Point
 from deployments.places.watching import by_tokens, drop_wrong_patterns, follows_tokens, place_of, watch
 from deployments.points.capture import LAYERNORM_SITES, Capture
-from deployments.points.names import COLUMNS, canonical, hooks_like
+from deployments.points.names import COLUMNS, canonical, dtype_name, hooks_like
 from deployments.savepoint import Savepoint
 from vitrine.points import TRANSFORMER_LENS
 
@@ -73,8 +75,8 @@ class Points:
         for order, ((path, side), value) in enumerate(seen.items()):
             place, other = place_of(path, side, order, value, ids), again.get((path, side))
             if place and other is not None and place_of(path, side, order, other, longer) == place:
-                here, there = by_tokens(place, value, ids), by_tokens(place, other, longer)
-                if follows_tokens(here, there[1:, :5].flip(0)[..., : here.shape[-1]]):
+                here, again_by_token = by_tokens(place, value, ids), by_tokens(place, other, longer)
+                if follows_tokens(here, again_by_token[1:, :5].flip(0)[..., : here.shape[-1]]):
                     places.append(place)
         return cls(model, places, seen)
 
@@ -137,14 +139,14 @@ class Points:
 
         RequestError, which names the field, if there is no such name or layer.
         """
-        found: dict[str, Point] = {}
+        points: dict[str, Point] = {}
         for field, pattern in self._patterns(capture):
             for name in self._expand(pattern, field):
-                found[name] = self._lookup(name) or self._refuse(name, field)
-            if len(found) > MAX_POINTS:
+                points[name] = self._lookup(name) or self._refuse(name, field)
+            if len(points) > MAX_POINTS:
                 raise RequestError(f"more than {MAX_POINTS} points in one request", field)
         features, heads = capture.features, capture.heads
-        for name, point in found.items():
+        for name, point in points.items():
             if heads and not (point.place.grows or len(point.shape) > 1):
                 message = f"{name} has no heads: they are at layers.{{i}}.attention.heads and .attention.weights"
                 raise RequestError(message, "capture.heads")
@@ -157,7 +159,7 @@ class Points:
             if most and most > point.shape[-1]:
                 message = f"{name} has {point.shape[-1]} features, fewer than the requested {most}"
                 raise RequestError(message, "capture.features")
-        return tuple(sorted(found.values(), key=lambda point: point.place.order))
+        return tuple(sorted(points.values(), key=lambda point: point.place.order))
 
     def named(self, pattern: str, field: str) -> list[Point]:
         """The points that one name means for a change; several if it has a `*`.
@@ -167,11 +169,11 @@ class Points:
         names = self._expand(pattern, field)
         if re.search(r"att\w*\.weights$", pattern):  # even if they cannot be captured
             self._refuse_change(pattern, field)
-        found = [self._lookup(name) or self._refuse(name, field) for name in names]
-        for point in found:
+        points = [self._lookup(name) or self._refuse(name, field) for name in names]
+        for point in points:
             if point.place.grows:
                 self._refuse_change(point.name, field)
-        return found
+        return points
 
     def _patterns(self, capture: Capture) -> Iterator[tuple[str, str]]:
         """(field, pattern) of everything that the request names, or of the defaults."""
@@ -277,3 +279,46 @@ class Points:
             names = [n for n in names if not n.startswith("layers.") or n.startswith(f"layers.{layer}.")]
             names += [f"layers.{layer}.attention.heads", f"layers.{layer}.resid_mid"]
         return [name for name in names if self._lookup(name)]
+
+
+def structure(hf: Any, points: Points, context: int) -> dict[str, Any]:
+    """A Hugging Face model's architecture, sizes, capture points and modules, as JSON; `context` is in tokens."""
+    listed = sorted([*points, *points.more()], key=lambda point: point.place.order)
+    return {
+        "architecture": type(hf).__name__,
+        "layers": points.layer_count,
+        "hidden_size": hf.config.get_text_config().hidden_size,
+        "max_model_len": context,
+        "dtype": dtype_name(hf.dtype),
+        "points": [
+            {
+                "name": point.name,
+                "module": point.module,
+                "shape": [*point.shape, "tokens"] if point.place.grows else list(point.shape),
+                "dtype": dtype_name(point.place.dtype),
+            }
+            for point in listed
+        ],
+        "modules": _module("", hf),
+    }
+
+
+def _module(path: str, module: nn.Module) -> dict[str, Any]:
+    """A module with its submodules; consecutive ones of the same structure are listed once, as `layers.0-27`.
+
+    torch prints models in the same way; a model of thousands of modules then fits on a page.
+    """
+    children: list[dict[str, Any]] = []
+    for (_, numbered), group in groupby(module.named_children(), lambda item: (_build(item[1]), item[0].isdecimal())):
+        members = list(group)
+        (first, child), (last, _) = members[0], members[-1]
+        if numbered and first != last:
+            members = [(f"{first}-{last}", child)]
+        children += [_module(f"{path}.{name}" if path else name, child) for name, child in members]
+    return {"path": path, "class": type(module).__name__} | ({"children": children} if children else {})
+
+
+def _build(module: nn.Module) -> Any:
+    """The structure that equal modules have in common."""
+    own = [(name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False)]
+    return type(module), own, [(name, _build(child)) for name, child in module.named_children()]

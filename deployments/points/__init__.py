@@ -1,4 +1,1 @@
-"""Capture points as data: their names, and the request fields that record and change them.
-
-Nothing here reads a stored file or imports Ray.
-"""
+"""Capture points as data: their names, and the request fields that record and change them."""

@@ -43,6 +43,17 @@ class Add(_Intervention):
     scale: Number = 1.0
     unit: Literal["absolute", "residual_norm"] = "absolute"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spares_the_first_token(cls, given: Any) -> Any:
+        """In units of the norm, the default is all tokens but the first, whose norm is often a hundred times as large.
+
+        Most attention rests on that row, so that a change of its size ends in nonsense.
+        """
+        if isinstance(given, dict) and given.get("unit") == "residual_norm":
+            return {"tokens": {"from": 1}} | given
+        return given
+
 
 class Scale(_Intervention):
     """factor * x."""

@@ -12,6 +12,7 @@ __all__ = ["COLUMNS", "canonical", "dtype_name", "hooks_like", "matching", "near
 
 # The columns of stored rows beside the points: no point has such a name.
 COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")
+MOST_NAMED = 10  # names in a message
 
 
 def recorded(patterns: Iterable[str], names: Collection[str], layers: int | None = None) -> list[str]:
@@ -25,31 +26,31 @@ def recorded(patterns: Iterable[str], names: Collection[str], layers: int | None
     Raises:
         ValueError: A pattern matches none of them, with the nearest names; or has a negative layer without `layers`.
     """
-    found: dict[str, None] = {}
+    points: dict[str, None] = {}
     for pattern in patterns:
         if not (meant := matching(pattern, names, layers)):
             raise ValueError(f"{pattern} was not recorded; there is {nearest(pattern, names)}")
-        found |= dict.fromkeys(meant)
-    return list(found)
+        points |= dict.fromkeys(meant)
+    return list(points)
 
 
 def hooks_like(name: str) -> list[str]:
     """For an unknown name in TransformerLens' form, the nearest known one of the same layer."""
-    found = re.fullmatch(r"((?:blocks|layers)\.(?:\*|-?\d+)\.(?:attn\.)?(?:hook_)?)(\w+)", name)
-    close = difflib.get_close_matches(found[2], TRANSFORMER_LENS, 3) if found else []
-    return [f"{found[1]}{one}" for one in close if found]
+    match = re.fullmatch(r"((?:blocks|layers)\.(?:\*|-?\d+)\.(?:attn\.)?(?:hook_)?)(\w+)", name)
+    close = difflib.get_close_matches(match[2], TRANSFORMER_LENS, 3) if match else []
+    return [f"{match[1]}{hook}" for hook in close if match]
 
 
-def nearest(pattern: str, names: Collection[str], most: int = 10) -> str:
+def nearest(pattern: str, names: Collection[str]) -> str:
     """Some of the names for a message, the most similar first."""
     close = difflib.get_close_matches(canonical(pattern), names, n=3, cutoff=0.6)
     others = sorted((name for name in names if name not in close), key=_numbered)
-    return some([*close, *others], most)
+    return some([*close, *others])
 
 
-def some(names: Sequence[str], most: int = 10) -> str:
-    """The first `most` names for a message."""
-    return (", ".join(names[:most]) + (", ..." if len(names) > most else "")) or "none"
+def some(names: Sequence[str]) -> str:
+    """The first names for a message."""
+    return (", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")) or "none"
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:

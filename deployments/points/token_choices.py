@@ -18,8 +18,8 @@ from deployments.points.strict import Strict
 Name = Literal["all", "prompt", "generated", "last", "prompt_last", "generated_last"]
 NAMES = get_args(Name)
 FORMS = (
-    ", ".join(NAMES) + ', {"last": k}, {"prompt_last": k}, {"positions": [...]}, {"from": a, "to": b} '
-    'or {"text": "...", "which": "last", "first" or "all"}'
+    ", ".join(NAMES) + ', {"last": k}, {"prompt_last": k}, {"positions": [...]}, {"from": a}, '
+    '{"from": a, "to": b} or {"text": "...", "which": "last", "first" or "all"}'
 )
 
 # Returns a prompt's text with special tokens, and the number of characters before each token and after the last.
@@ -58,14 +58,14 @@ class Positions(_Choice):
 
 
 class Window(_Choice):
-    """The tokens from the position `from` to before `to`."""
+    """The tokens from the position `from` to before `to`, or to the end."""
 
     start: int = Field(ge=0, alias="from")
-    to: int
+    to: int | None = None
 
     @model_validator(mode="after")
     def _has_a_size(self) -> Window:
-        if not self.start < self.to <= self.start + MOST_POSITIONS:
+        if self.to is not None and not self.start < self.to <= self.start + MOST_POSITIONS:
             raise ValueError(f"`to` must exceed `from` by 1 to {MOST_POSITIONS}")
         return self
 
@@ -82,7 +82,8 @@ _KINDS: dict[str, type[_Choice]] = {
     "last": Last,
     "prompt_last": PromptLast,
     "positions": Positions,
-    "to": Window,
+    "from": Window,
+    "start": Window,  # the field of `from`
     "text": TextPiece,
 }
 
@@ -91,16 +92,16 @@ def _tag(value: Any) -> str | None:
     if isinstance(value, str):
         return "tokens:name" if value in NAMES else None
     names = value if isinstance(value, dict) else vars(value) if isinstance(value, _Choice) else ()
-    return next((f"tokens:{name}" for name in _KINDS if name in names), None)
+    return next((f"tokens:{kind.__name__}" for name, kind in _KINDS.items() if name in names), None)
 
 
 TokenChoice = Annotated[
     Annotated[Name, Tag("tokens:name")]
-    | Annotated[Last, Tag("tokens:last")]
-    | Annotated[PromptLast, Tag("tokens:prompt_last")]
-    | Annotated[Positions, Tag("tokens:positions")]
-    | Annotated[Window, Tag("tokens:to")]
-    | Annotated[TextPiece, Tag("tokens:text")],
+    | Annotated[Last, Tag("tokens:Last")]
+    | Annotated[PromptLast, Tag("tokens:PromptLast")]
+    | Annotated[Positions, Tag("tokens:Positions")]
+    | Annotated[Window, Tag("tokens:Window")]
+    | Annotated[TextPiece, Tag("tokens:TextPiece")],
     Discriminator(_tag, custom_error_type="unknown_tokens", custom_error_message=f"tokens are {FORMS}"),
 ]
 
@@ -133,8 +134,8 @@ class Tokens(NamedTuple):
 
     def of(self, total: int) -> Sequence[int]:
         """All of them in a sequence of `total` tokens."""
-        found = self.within(0, total)
-        return found[-self.tail :] if self.tail else found
+        positions = self.within(0, total)
+        return positions[-self.tail :] if self.tail else positions
 
     def turn(self, position: int) -> int:
         """The index of a position among them."""
@@ -142,7 +143,7 @@ class Tokens(NamedTuple):
 
 
 def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
-    """Resolve a choice in a sequence with `prompt` prompt tokens; a window or a `text` must be `placed` before.
+    """Resolve a choice in a sequence with `prompt` prompt tokens; a `text` must be `placed` before.
 
     Raises:
         RequestError: The prompt is shorter; names the field.
@@ -156,7 +157,9 @@ def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
     if isinstance(choice, Positions):
         few = tuple(sorted(set(choice.positions)))
         return Tokens(few[0], few[-1] + 1, None if len(few) == few[-1] + 1 - few[0] else few)
-    assert isinstance(choice, str), "a window and a piece of text have positions once they are placed"
+    if isinstance(choice, Window):
+        return Tokens(choice.start, choice.to)
+    assert isinstance(choice, str), "a piece of text has positions once it is placed"
     return {
         "all": Tokens(),
         "prompt": Tokens(0, prompt),
@@ -183,8 +186,15 @@ def resolve_ahead(choice: TokenChoice, prompt: int, most: int, field: str) -> To
     return Tokens(prompt - min(tokens.tail, prompt - tokens.first), prompt)
 
 
+def farthest(choice: TokenChoice) -> int:
+    """The highest position that a placed choice names, which a sequence must have; -1 if it names none."""
+    if isinstance(choice, Window):
+        return choice.start if choice.to is None else choice.to - 1
+    return max(choice.positions) if isinstance(choice, Positions) else -1
+
+
 def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
-    """Convert a window, or a choice by `text`, to positions; others are unchanged.
+    """Convert a choice by `text` to positions; others are unchanged.
 
     Args:
         choice: The choice.
@@ -194,8 +204,6 @@ def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
     Raises:
         RequestError: The prompt has no such text.
     """
-    if isinstance(choice, Window):
-        return Positions(positions=list(range(choice.start, choice.to)))
     if not isinstance(choice, TextPiece):
         return choice
     text, offsets = ends()
@@ -217,10 +225,10 @@ def _found(text: str, choice: TextPiece) -> list[int]:
     if choice.which != "all":
         at = text.rfind(choice.text) if choice.which == "last" else text.find(choice.text)
         return [at] if at >= 0 else []
-    return [found.start() for found in re.finditer(re.escape(choice.text), text)]
+    return [match.start() for match in re.finditer(re.escape(choice.text), text)]
 
 
-WORDS = f"{', '.join(NAMES)}, last:K, prompt_last:K, positions:K,K,..., from:A,to:B or text:WORDS"
+WORDS = f"{', '.join(NAMES)}, last:K, prompt_last:K, positions:K,K,..., from:A, from:A,to:B or text:WORDS"
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(TokenChoice)
 
 
@@ -237,8 +245,8 @@ def parse(text: str) -> Any:
     elif colon and kind == "positions":
         parts = rest.split(",")
         value = {kind: [int(part) if part.strip().isdecimal() else part for part in parts]}
-    elif window := re.fullmatch(r"from:([0-9]+),to:([0-9]+)", text):
-        value = {"from": int(window[1]), "to": int(window[2])}
+    elif window := re.fullmatch(r"from:([0-9]+)(?:,to:([0-9]+))?", text):
+        value = {"from": int(window[1])} | ({"to": int(window[2])} if window[2] else {})
     elif colon and kind == "text":
         value = {kind: rest}
     try:
@@ -265,4 +273,4 @@ def as_json(text: str) -> Any:
     Raises:
         TokensError: It is not a choice of tokens.
     """
-    return _ADAPTER.dump_python(parse(text), mode="json", by_alias=True)
+    return _ADAPTER.dump_python(parse(text), mode="json", by_alias=True, exclude_none=True)

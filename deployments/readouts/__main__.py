@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import save
 
 from deployments.errors import RequestError
-from deployments.readouts.saelens import read
+from deployments.readouts.files import read_saelens
 from deployments.readouts.sending import KEY, install
 
 
@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add.add_argument("--model", help="the served model's id")
     add.add_argument("--point", help="whose rows it reads")
     given = parser.parse_args(argv)
-    said = {name: getattr(given, name) for name in ("name", "model", "point") if getattr(given, name)}
+    fields = {name: getattr(given, name) for name in ("name", "model", "point") if getattr(given, name)}
     try:
-        kept = _add(given.path, given.url, said)
+        kept = _add(given.path, given.url, fields)
     except (RequestError, OSError) as error:
         print(f"deployments.readouts: {error}", file=sys.stderr)
         return 2
@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _add(path: Path, url: str, said: dict[str, Any]) -> dict[str, Any]:
+def _add(path: Path, url: str, fields: dict[str, Any]) -> dict[str, Any]:
     if not path.is_dir():
-        return install(url, path.read_bytes(), said)
-    spec, tensors = read(path)
-    return install(url, save(tensors), {"name": path.resolve().name, **spec, **said})
+        return install(url, path.read_bytes(), fields)
+    spec, tensors = read_saelens(path)
+    return install(url, save(tensors), {"name": path.resolve().name, **spec, **fields})
 
 
 if __name__ == "__main__":

@@ -1,25 +1,28 @@
-"""Readouts' files: the checks of an uploaded one, and those on disk.
+"""Readouts' files: the checks of an uploaded one, those on disk, and sparse autoencoders in SAELens' format.
 
-A file `<root>/.readouts/<name>.safetensors` has its spec in the metadata. Names are per owner.
+A file `<root>/.readouts/<name>.safetensors` has its spec in the metadata. Names are per owner. SAELens saves
+`cfg.json` and `sae_weights.safetensors` in a directory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
+from safetensors.torch import load, load_file, save
 
 from deployments.accounts import OPERATOR, Account
 from deployments.client_data.files import ClientFile, ClientFiles
 from deployments.errors import RequestError
-from deployments.readouts.spec import ReadoutSpec
+from deployments.points.names import canonical
+from deployments.readouts.spec import Normalization, ReadoutSpec
 
 MAX_HEADER_BYTES = 1 << 20
 _METADATA_KEY = "vitrine"  # of a file's metadata: the readout's id, the entries of a row that it reads, and its values
@@ -72,8 +75,8 @@ def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
     Raises:
         RequestError: The file or the spec is invalid, or the tensors do not fit; names the field.
     """
-    said, tensors = _read(data)
-    read = _spec({**said, **(spec or {})})
+    own, tensors = _read(data)
+    read = _spec({**own, **(spec or {})})
     sizes = _sizes(read, tensors)
     if read.labels is not None and len(read.labels) != sizes["k"]:
         message = f"spec.labels has {len(read.labels)} labels, but the readout has {sizes['k']} values"
@@ -90,22 +93,22 @@ def _read(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         raise _refused(f"not a safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
     try:
         tensors = load(data)
-        found = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
+        metadata = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
     except (SafetensorError, ValueError, RecursionError) as error:
         raise _refused(f"not a complete safetensors file: {error}") from error
     except KeyError as error:  # a dtype that torch lacks
         raise _refused(f"it has tensors of a dtype that is not supported: {error}") from error
-    return _metadata_spec(found), tensors
+    return _metadata_spec(metadata), tensors
 
 
-def _metadata_spec(found: Mapping[str, str]) -> dict[str, Any]:
+def _metadata_spec(metadata: Mapping[str, str]) -> dict[str, Any]:
     """The readout's spec in a file's metadata; empty for other files."""
-    if "spec" in found:
-        return _object(found["spec"], "spec")
-    said: dict[str, Any] = {name: found[name] for name in _OF_METADATA if name in found}
-    if "labels" in found:
-        said["labels"] = _json(found["labels"], _refused("the labels in its metadata are not JSON"))
-    return said
+    if "spec" in metadata:
+        return _object(metadata["spec"], "spec")
+    spec: dict[str, Any] = {name: metadata[name] for name in _OF_METADATA if name in metadata}
+    if "labels" in metadata:
+        spec["labels"] = _json(metadata["labels"], _refused("the labels in its metadata are not JSON"))
+    return spec
 
 
 def _json(text: str, refusal: RequestError) -> Any:
@@ -123,9 +126,9 @@ def _object(text: str, field: str) -> dict[str, Any]:
     return value
 
 
-def _spec(said: Mapping[str, Any]) -> ReadoutSpec:
+def _spec(fields: Mapping[str, Any]) -> ReadoutSpec:
     try:
-        return ReadoutSpec.model_validate(dict(said))
+        return ReadoutSpec.model_validate(dict(fields))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
@@ -213,5 +216,113 @@ def _id(defined: Definition) -> str:
 
 
 def _about(spec: ReadoutSpec, hidden: int, values: int) -> dict[str, Any]:
-    said = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    return {"object": "readout", **said, "activation": spec.activation, "hidden": hidden, "values": values}
+    fields = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    return {"object": "readout", **fields, "activation": spec.activation, "hidden": hidden, "values": values}
+
+
+_SAELENS_ACTIVATIONS = {"standard": "relu", "gated": "gated", "topk": "topk", "jumprelu": "jumprelu"}
+_SAELENS_TRAINING = (
+    "l1_coefficient",
+    "l0_coefficient",
+    "aux_loss_coefficient",
+    "use_ghost_grads",
+    "jumprelu_init_threshold",
+)
+_SAELENS_FOLDING = (
+    "fold_ln",
+    "center_writing_weights",
+    "center_unembed",
+    "fold_value_biases",
+    "refactor_factored_attn_matrices",
+)
+_SAELENS_TENSORS = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "b_gate", "b_mag", "r_mag")
+
+
+def read_saelens(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Read a directory as a readout's spec without a name, and its tensors.
+
+    Raises:
+        RequestError: The autoencoder is not supported; the message has the reason.
+    """
+    try:
+        config = json.loads((directory / "cfg.json").read_text())
+        tensors = load_file(directory / "sae_weights.safetensors")
+    except (OSError, ValueError, RecursionError, KeyError, SafetensorError) as error:  # KeyError: torch lacks the dtype
+        raise RequestError(f"{directory} is not a SAELens directory: {error}", "file") from error
+    if not isinstance(config, dict):
+        raise RequestError(f"{directory}/cfg.json is not a JSON object", "file")
+    spec = _saelens_spec(config)
+    if "W_enc" not in tensors:
+        raise RequestError(f"{directory} has no W_enc, but {', '.join(sorted(tensors))}", "file")
+    if (width := config.get("d_in")) not in (None, tensors["W_enc"].shape[0]):
+        raise RequestError(f"d_in is {width}, but W_enc has the shape {list(tensors['W_enc'].shape)}", "d_in")
+    tensors = {name: tensor for name, tensor in tensors.items() if name in _SAELENS_TENSORS}
+    if spec["activation"] == "gated":
+        tensors.pop("b_enc", None)
+    return spec, tensors
+
+
+def _saelens_spec(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert `cfg.json` to a readout's spec without a name.
+
+    Raises:
+        RequestError: The kind is not supported; names the setting.
+    """
+    about = {**config, **(config.get("metadata") or {})}
+    architecture = config.get("architecture", "standard")
+    if "transcoder" in str(architecture) or about.get("hook_name_out") not in (None, about.get("hook_name")):
+        raise RequestError("a transcoder reads one point and writes another, so it cannot be a readout", "architecture")
+    if architecture not in _SAELENS_ACTIVATIONS:
+        raise RequestError(f"{architecture!r} is not one of {', '.join(_SAELENS_ACTIVATIONS)}", "architecture")
+    if training := [name for name in _SAELENS_TRAINING if name in config]:
+        message = "this is a training run's configuration: save the autoencoder for inference (`save_inference_model`)"
+        raise RequestError(message, training[0])
+    if config.get("finetuning_scaling_factor"):
+        raise RequestError("it is fine-tuned by a scaling factor, which is not supported", "finetuning_scaling_factor")
+    if "hook_point" in about:
+        message = "this configuration's version does not record whether the model's weights were changed for training"
+        raise RequestError(f"{message}: load it with a current SAELens, and save it", "hook_point")
+    if folded := [name for name in _SAELENS_FOLDING if (about.get("model_from_pretrained_kwargs") or {}).get(name)]:
+        message = f"it was trained on a model whose weights were changed by {folded[0]}: the served model's rows differ"
+        raise RequestError(message, f"model_from_pretrained_kwargs.{folded[0]}")
+    return _saelens_fields(config, about, _SAELENS_ACTIVATIONS[architecture])
+
+
+def _saelens_fields(config: Mapping[str, Any], about: Mapping[str, Any], activation: str) -> dict[str, Any]:
+    arguments = config.get("activation_fn_kwargs") or {}
+    function = str(config.get("activation_fn") or config.get("activation_fn_str") or "relu")  # in versions before 6
+    if function not in ("relu", "topk"):
+        raise RequestError(f"the activation {function!r} is neither relu nor topk", "activation_fn")
+    if activation == "relu":
+        activation = function
+    normalization = config.get("normalize_activations") or "none"
+    if normalization == "expected_average_only_in":
+        normalization = "none"  # SAELens folds the factor into the weights when it saves
+    if normalization not in get_args(Normalization):
+        raise RequestError(f"normalize_activations {normalization!r} is not supported", "normalize_activations")
+    spec: dict[str, Any] = {
+        "kind": "sae",
+        "activation": activation,
+        "apply_b_dec_to_input": bool(config.get("apply_b_dec_to_input", True)),
+        "normalize_activations": normalization,
+    }
+    if activation == "topk":
+        spec["k"] = config.get("k", arguments.get("k"))
+        spec["rescale_acts_by_decoder_norm"] = bool(config.get("rescale_acts_by_decoder_norm", False))
+    if about.get("model_name"):
+        spec["model"] = about["model_name"]
+    if about.get("hook_name"):
+        spec["point"] = _point_of_hook(about["hook_name"])
+    return spec
+
+
+def _point_of_hook(hook: str) -> str:
+    """The point of TransformerLens' name of a hook.
+
+    Raises:
+        RequestError: There is no such point.
+    """
+    point = canonical(hook)
+    if not re.fullmatch(r"layers\.\d+\.[\w.]+", point):
+        raise RequestError(f"{hook!r} is not a point of a layer; docs/points.md lists the hooks that are", "hook_name")
+    return point

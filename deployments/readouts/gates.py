@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """A readout and its place.
-
-    Attributes:
-        readout: The readout.
-        place: The place that it reads.
-        name: Its name in the request.
-    """
+    """A readout, the place that it reads, and its name in the request."""
 
     readout: Readout
     place: HookSite
@@ -51,16 +45,7 @@ class Gate:
     def __init__(
         self, source: Source, column: int, condition: Condition, tokens: Tokens, lag: int = 0, here: bool = False
     ) -> None:
-        """Initialize without decided rows.
-
-        Args:
-            source: See the attribute.
-            column: See the attribute.
-            condition: The condition in the request.
-            tokens: The tokens that it applies to; it reads from the first one on.
-            lag: See the attribute.
-            here: See the attribute.
-        """
+        """A gate without decided rows; it applies to `tokens`, and reads from the first one on."""
         self.source, self.column, self.lag, self.here = source, column, lag, here
         self._tokens = tokens
         self._begin = 0 if here else tokens.first - lag
@@ -103,8 +88,8 @@ class Gate:
         assert self._begin <= first <= first + count <= self.known, "a gate is asked of a row that was not read"
         if first < self._last:
             self._parts, self._last = [torch.cat(self._parts)], self._begin
-        found = self._parts[-1][first - self._last : first - self._last + count]
-        return found if count == len(positions) else found[[at - positions[0] for at in positions]]
+        decided = self._parts[-1][first - self._last : first - self._last + count]
+        return decided if count == len(positions) else decided[[at - positions[0] for at in positions]]
 
     def turn(self, position: int) -> int:
         """The index of a token's row among its rows."""

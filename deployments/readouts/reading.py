@@ -78,7 +78,7 @@ class Stacks:
 
 
 @dataclass
-class _Found:
+class _Product:
     """The result of one product: [rows, columns] on the device, and the part for each consumer."""
 
     values: torch.Tensor
@@ -94,16 +94,11 @@ class ReadoutReader:
     """
 
     def __init__(self, spans: Sequence[ReadSpan], stacks: Stacks) -> None:
-        """Group the consumers by place.
-
-        Args:
-            spans: The sequences that run.
-            stacks: Kept between forward passes.
-        """
+        """Group the consumers of the sequences that run by place; `stacks` are kept between forward passes."""
         self._stacks = stacks
         self._stops = [(span, span.stop_when) for span in spans if span.stop_when and span.decides]
         self._consumers: dict[HookSite, list[_Consumer]] = {}
-        self._found: list[_Found] = []
+        self._products: list[_Product] = []
         for span in spans:
             for place, consumer in _consumers(span):
                 self._consumers.setdefault(place, []).append(consumer)
@@ -112,7 +107,7 @@ class ReadoutReader:
     def take(self, place: HookSite, value: torch.Tensor) -> None:
         """Read a place's value [..., *row] in its final form."""
         if place in self._consumers:
-            self._found += _read(self._consumers[place], value.reshape(-1, math.prod(place.shape)), self._stacks)
+            self._products += _read(self._consumers[place], value.reshape(-1, math.prod(place.shape)), self._stacks)
 
     def read_here(self, gates: Sequence[tuple[Gate, int, int, int]], rows: torch.Tensor) -> None:
         """Let gates read rows [rows, ...] that are about to be changed.
@@ -131,10 +126,10 @@ class ReadoutReader:
             For each row that predicts a token: the condition that ends the answer before it, and the position of the
             row that met it.
         """
-        for found in self._found:
-            values = found.values.cpu().numpy()
-            features = None if found.features is None else found.features.cpu().numpy().astype(np.int32)
-            for consumer, rows, columns in found.parts:
+        for product in self._products:
+            values = product.values.cpu().numpy()
+            features = None if product.features is None else product.features.cpu().numpy().astype(np.int32)
+            for consumer, rows, columns in product.parts:
                 assert consumer.readouts
                 held = Values(values[rows, columns], None if features is None else features[rows, columns])
                 consumer.readouts.add(consumer.index, consumer.first, held)
@@ -151,13 +146,13 @@ class ReadoutReader:
 def _consumers(span: ReadSpan) -> Iterable[tuple[HookSite, _Consumer]]:
     stop = span.start + span.count
     readouts = span.readouts
-    for index, one in enumerate(readouts.asked if readouts else ()):
+    for index, (source, tokens, _) in enumerate(readouts.asked if readouts else ()):
         assert readouts
         first = max(span.start, readouts.known[index])
-        last = min(stop, one.tokens.stop or stop)
+        last = min(stop, tokens.stop or stop)
         if first < last:
             row = span.row + first - span.start
-            yield one.source.place, _Consumer(one.source.readout, row, first, last - first, None, readouts, index)
+            yield source.place, _Consumer(source.readout, row, first, last - first, None, readouts, index)
     for gate in span.gates:
         first, last = max(span.start, gate.known), min(stop, gate.stop or stop)
         if first < last and not gate.here:
@@ -165,55 +160,58 @@ def _consumers(span: ReadSpan) -> Iterable[tuple[HookSite, _Consumer]]:
             yield gate.source.place, _Consumer(gate.source.readout, row, first, last - first, gate)
 
 
-def _read(consumers: Sequence[_Consumer], rows: torch.Tensor, stacks: Stacks) -> list[_Found]:
+def _read(consumers: Sequence[_Consumer], rows: torch.Tensor, stacks: Stacks) -> list[_Product]:
     """Compute the consumers' readouts of rows [rows, hidden]; gates decide at once."""
     linear = [consumer for consumer in consumers if consumer.readout.spec.kind == "linear"]
-    found, reads = list[_Found](), list[GateValues]()
+    products, reads = list[_Product](), list[GateValues]()
     if linear:
-        found.append(_read_linear(linear, rows, stacks, reads))
+        products.append(_read_linear(linear, rows, stacks, reads))
     others: dict[Readout, list[_Consumer]] = {}
     for consumer in consumers:
         if consumer.readout.spec.kind != "linear":
             others.setdefault(consumer.readout, []).append(consumer)
     for readout, wanted in others.items():
-        found += _read_features(readout, wanted, rows, reads)
+        products += _read_features(readout, wanted, rows, reads)
     decide(reads)
-    return [one for one in found if one.parts]
+    return [product for product in products if product.parts]
 
 
-def _compact(consumers: Sequence[_Consumer], rows: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:
-    """The rows that any consumer needs, and the index of each original row among them."""
+def _compact(consumers: Sequence[_Consumer], rows: torch.Tensor) -> tuple[torch.Tensor, list[slice]]:
+    """The rows that any consumer needs, and where among them each consumer's lie."""
     wanted = sorted({row for consumer in consumers for row in range(consumer.row, consumer.row + consumer.count)})
-    if len(wanted) == len(rows):
-        return rows, {row: row for row in wanted}
+    index = {row: i for i, row in enumerate(wanted)}
+    firsts = [index[consumer.row] for consumer in consumers]
+    slices = [slice(first, first + consumer.count) for first, consumer in zip(firsts, consumers, strict=True)]
     if wanted[-1] - wanted[0] == len(wanted) - 1:
-        return rows[wanted[0] : wanted[-1] + 1], {row: i for i, row in enumerate(wanted)}
-    return rows[torch.tensor(wanted, device=rows.device)], {row: i for i, row in enumerate(wanted)}
+        return rows[wanted[0] : wanted[-1] + 1], slices
+    return rows[torch.tensor(wanted, device=rows.device)], slices
 
 
-def _read_linear(consumers: Sequence[_Consumer], rows: torch.Tensor, stacks: Stacks, reads: list[GateValues]) -> _Found:
+def _read_linear(
+    consumers: Sequence[_Consumer], rows: torch.Tensor, stacks: Stacks, reads: list[GateValues]
+) -> _Product:
     stack = stacks.of(consumer.readout for consumer in consumers)
-    some, at = _compact(consumers, rows)
+    some, slices = _compact(consumers, rows)
     values = stack.values(some)
-    found = _Found(values, None)
-    for consumer in consumers:
+    product = _Product(values, None)
+    for consumer, rows_of in zip(consumers, slices, strict=True):
         first = stack.first[consumer.readout]
-        rows_of = slice(at[consumer.row], at[consumer.row] + consumer.count)
         if consumer.gate is None:
-            found.parts.append((consumer, rows_of, slice(first, first + consumer.readout.count)))
+            product.parts.append((consumer, rows_of, slice(first, first + consumer.readout.count)))
         else:
             reads.append(GateValues(consumer.gate, values[rows_of, first + consumer.gate.column], consumer.first))
-    return found
+    return product
 
 
 def _read_features(
     readout: Readout, consumers: Sequence[_Consumer], rows: torch.Tensor, reads: list[GateValues]
-) -> list[_Found]:
+) -> list[_Product]:
     """An autoencoder's features, a few rows at a time: the largest of each row, and those that gates read."""
-    some, at = _compact(consumers, rows)
+    some, slices = _compact(consumers, rows)
     tops = [asked.top_k or 0 for asked in map(_asked, consumers) if asked]
     most = min(max(tops, default=0), readout.count)
-    columns = [consumer.gate.column for consumer in consumers if consumer.gate]
+    gated = [(consumer, consumer.gate, of) for consumer, of in zip(consumers, slices, strict=True) if consumer.gate]
+    columns = [gate.column for _, gate, _ in gated]
     values, index, read = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for part_of in torch.split(some, readout.rows_at_once):
         dense = readout.encode(part_of)  # [rows, features]
@@ -223,19 +221,15 @@ def _read_features(
         if columns:
             read.append(dense[:, columns])
     if columns:
-        joined, gated = torch.cat(read), [consumer for consumer in consumers if consumer.gate]
-        for i, consumer in enumerate(gated):
-            assert consumer.gate is not None
-            rows_of = slice(at[consumer.row], at[consumer.row] + consumer.count)
-            reads.append(GateValues(consumer.gate, joined[rows_of, i], consumer.first))
+        joined = torch.cat(read)
+        reads += [GateValues(gate, joined[of, i], consumer.first) for i, (consumer, gate, of) in enumerate(gated)]
     if not most:
         return []
-    found = _Found(torch.cat(values), torch.cat(index))
-    for consumer in consumers:
+    product = _Product(torch.cat(values), torch.cat(index))
+    for consumer, rows_of in zip(consumers, slices, strict=True):
         if asked := _asked(consumer):
-            rows_of = slice(at[consumer.row], at[consumer.row] + consumer.count)
-            found.parts.append((consumer, rows_of, slice(0, asked.width)))
-    return [found]
+            product.parts.append((consumer, rows_of, slice(0, asked.width)))
+    return [product]
 
 
 def _asked(consumer: _Consumer) -> ResolvedReadout | None:

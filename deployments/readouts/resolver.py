@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, NamedTuple
 
+import torch
+
+from deployments.accounts import Account
 from deployments.errors import RequestError
 from deployments.places.hook_site import Point
 from deployments.places.points import Points
-from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve
+from deployments.points.token_choices import Ends, Tokens, farthest, placed, resolve
+from deployments.readouts.files import define
 from deployments.readouts.gates import Gate, Source
 from deployments.readouts.sequence import ResolvedReadout
 from deployments.readouts.spec import DEFAULT_TOP_K, AskedReadout, Condition
@@ -19,59 +28,43 @@ class ReadoutResolver:
     """The readouts that a request's fields name."""
 
     def __init__(self, sources: Mapping[str, tuple[Source, Point]], asked: Mapping[str, AskedReadout]) -> None:
-        """Initialize with the resolved readouts.
-
-        Args:
-            sources: By their names, with their points.
-            asked: The readouts whose values the request wants; conditions refer to these.
-        """
-        self._sources = sources
-        self._asked = asked
+        """`sources` has the readouts by name; the request wants the values of `asked`, which conditions refer to."""
+        self._sources, self._asked = sources, asked
 
     @classmethod
     def of(cls, points: Points, held: Mapping[str, Readout], asked: Sequence[AskedReadout]) -> ReadoutResolver:
-        """Look up the points.
-
-        Args:
-            points: The model's points.
-            held: Every readout that the request names.
-            asked: The readouts whose values it wants.
+        """Look up the points of every readout that a request names; it wants the values of `asked`.
 
         Raises:
             RequestError: The model has no such point, or rows of another length there.
         """
-        fields = {one.name: f"readouts[{i}]" for i, one in enumerate(asked)}
+        fields = {wanted.name: f"readouts[{i}]" for i, wanted in enumerate(asked)}
         sources = {}
         for name, readout in held.items():
             field = fields.get(name, "interventions")
             point = point_of(points, readout.spec.point, readout.hidden, field)
             sources[name] = Source(readout, point.place, name), point
-        return cls(sources, {one.name: one for one in asked})
+        return cls(sources, {wanted.name: wanted for wanted in asked})
 
     def values(self, prompt: int, most: int, ends: Ends) -> tuple[ResolvedReadout, ...]:
-        """The readouts of a sequence.
-
-        Args:
-            prompt: Tokens of its prompt.
-            most: Tokens of its prompt and the most that are generated.
-            ends: As `token_choices.placed` has it.
+        """The readouts of a sequence with `prompt` tokens, and `most` with those that are generated.
 
         Raises:
             RequestError: It cannot have such tokens, or features of a readout without any; names the field.
         """
-        found = []
-        for i, one in enumerate(self._asked.values()):
+        resolved = []
+        for i, asked in enumerate(self._asked.values()):
             field = f"readouts[{i}]"
-            source, _ = self._sources[one.name]
+            source, _ = self._sources[asked.name]
             is_sae = source.readout.spec.kind == "sae"
-            if one.top_k is not None and not is_sae:
-                raise RequestError(f"{one.name} has no features to choose from: leave top_k out", f"{field}.top_k")
-            choice = placed(one.tokens, ends, f"{field}.tokens")
+            if asked.top_k is not None and not is_sae:
+                raise RequestError(f"{asked.name} has no features to choose from: leave top_k out", f"{field}.top_k")
+            choice = placed(asked.tokens, ends, f"{field}.tokens")
             tokens = resolve(choice, prompt, f"{field}.tokens")
-            if isinstance(choice, Positions) and max(choice.positions) >= most:
+            if farthest(choice) >= most:
                 raise RequestError(f"prompt and answer have positions 0 to {most - 1}", f"{field}.tokens")
-            found.append(ResolvedReadout(source, tokens, (one.top_k or DEFAULT_TOP_K) if is_sae else None))
-        return tuple(found)
+            resolved.append(ResolvedReadout(source, tokens, (asked.top_k or DEFAULT_TOP_K) if is_sae else None))
+        return tuple(resolved)
 
     def autoencoder(self, name: str, field: str) -> tuple[Source, Point]:
         """An autoencoder and its point.
@@ -85,14 +78,7 @@ class ReadoutResolver:
         return source, point
 
     def gate(self, condition: Condition, point: Point, tokens: Tokens, prompt: int, field: str) -> Gate:
-        """The gate of one edit.
-
-        Args:
-            condition: The condition in the request.
-            point: The edit's point.
-            tokens: The edit's tokens.
-            prompt: The number of prompt tokens.
-            field: The condition's field.
+        """The gate of an edit of these tokens at this point; `prompt` is the number of prompt tokens.
 
         Raises:
             RequestError: It refers to a readout that the request does not use, or acts too late for the prompt's
@@ -136,12 +122,109 @@ def point_of(points: Points, name: str, hidden: int, field: str) -> Point:
     Raises:
         RequestError: The model has none of the name, or rows of another length there.
     """
-    found = points.named(name, field)
-    if len(found) != 1:
-        raise RequestError(f"{name} matches {len(found)} points, but a readout reads only one", field)
-    if not found[0].place.dtype.is_floating_point:
+    matching = points.named(name, field)
+    if len(matching) != 1:
+        raise RequestError(f"{name} matches {len(matching)} points, but a readout reads only one", field)
+    if not matching[0].place.dtype.is_floating_point:
         raise RequestError(f"{name} holds no activations", field)
-    if (width := math.prod(found[0].shape)) != hidden:
+    if (width := math.prod(matching[0].shape)) != hidden:
         message = f"the readout needs rows of {hidden} entries, but those of {name} have {width}"
         raise RequestError(message, field, "wrong_size")
-    return found[0]
+    return matching[0]
+
+
+class NamedReadout(NamedTuple):
+    """The field of a request that names a readout, and the account that may read it."""
+
+    field: str
+    reader: Account
+
+
+class ReadoutCache:
+    """The readouts used last; those of running requests are kept."""
+
+    def __init__(
+        self,
+        model: str,
+        device: torch.device,
+        store: Any,
+        most: int,
+        pool: Executor,
+        batch_invariant: bool = False,
+    ) -> None:
+        """An empty cache of at most `most` bytes for the model of this id; `store` is the activation store's actor."""
+        self._model, self._device, self._store, self._most, self._pool = model, device, store, most, pool
+        self._batch_invariant = batch_invariant
+        self._held: OrderedDict[str, Readout] = OrderedDict()  # by id
+        self._used: dict[str, set[str]] = {}  # job -> ids
+        self._bringing = asyncio.Lock()
+
+    @contextlib.contextmanager
+    def lending(self, job: str) -> Iterator[None]:
+        """Keep a job's readouts until the job ends."""
+        self._used[job] = set()
+        try:
+            yield
+        finally:
+            self._used.pop(job, None)
+
+    async def fetch(self, job: str, named: Mapping[str, NamedReadout]) -> dict[str, Readout]:
+        """The readouts that a job names, by their names.
+
+        Args:
+            job: The job's id.
+            named: The names.
+
+        Raises:
+            RequestError: A readout does not exist, is for another model, or does not fit; names the field.
+            StoreError: The disk fails.
+        """
+        readouts = {}
+        for name, (field, reader) in named.items():
+            known: Mapping[str, Any] | None = await self._store.client_data.remote("readouts", "get", name, reader)
+            if known is None:
+                raise RequestError(f"there is no readout {name!r}", field, "readout_not_found")
+            if known["model"] != self._model:
+                message = f"the readout {name!r} is for the model {known['model']!r}"
+                raise RequestError(message, field, "readout_not_found")
+            async with self._bringing:
+                readouts[name] = await self._one(job, name, known["id"], named[name])
+        return readouts
+
+    async def _one(self, job: str, name: str, id: str, named: NamedReadout) -> Readout:
+        field, reader = named
+        if id not in self._held:
+            data: bytes | None = await self._store.client_data.remote("readouts", "read", name, reader)
+            if data is None:
+                raise RequestError(f"there is no readout {name!r}", field, "readout_not_found")
+            self._make_room(len(data), job, field)
+            loop = asyncio.get_running_loop()
+            self._held[id] = await loop.run_in_executor(
+                self._pool, lambda: Readout(define(data), self._device, self._batch_invariant)
+            )
+            self._make_room(0, job, field, keep=id)
+        self._held.move_to_end(id)
+        self._used.setdefault(job, set()).add(id)
+        return self._held[id]
+
+    def _make_room(self, size: int, job: str, field: str, keep: str | None = None) -> None:
+        """Drop readouts that no request uses, the oldest first, until `size` more bytes fit."""
+        used = {id for ids in self._used.values() for id in ids} | {keep}
+        for id in [id for id in self._held if id not in used]:
+            if self._bytes + size <= self._most:
+                return
+            del self._held[id]
+        if self._bytes + size <= self._most:
+            return
+        if keep:
+            size += self._held.pop(keep).bytes
+        own = sum(self._held[id].bytes for id in self._used.get(job, ()))
+        if own + size > self._most or own == self._bytes:
+            message = f"the request's readouts take at least {own + size} bytes, and the server's limit is {self._most}"
+            raise RequestError(message, field, "readouts_too_large")
+        message = "other requests' readouts take the memory that this one needs: try again later"
+        raise RequestError(message, field, "server_busy", 429)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(readout.bytes for readout in self._held.values())

@@ -7,11 +7,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
-
 from deployments.errors import RequestError
+from vitrine.connection.blocking import wait
+from vitrine.connection.transport import Transport, api_root
+from vitrine.server_error import RequestFailed, ServerError
 
 KEY = "VITRINE_API_KEY"  # the environment variable with the API key, if the server has keys
+TIMEOUT_S = 600.0
 
 
 class InstallError(RequestError):
@@ -32,16 +34,17 @@ def install(url: str, data: bytes, spec: Mapping[str, Any] | None = None) -> dic
     Raises:
         InstallError: The server rejects it, or cannot be reached.
     """
-    headers = {"Authorization": f"Bearer {os.environ[KEY]}"} if os.environ.get(KEY) else {}
-    form = {"spec": json.dumps(spec)} if spec else None
+
+    async def sent() -> dict[str, Any]:
+        server = Transport(api_root(url), os.environ.get(KEY), TIMEOUT_S, retries=0, parallel=1)
+        try:
+            return await server.upload("/readouts", data, {"spec": json.dumps(spec)} if spec else {})
+        finally:
+            await server.close()
+
     try:
-        answer = httpx.post(
-            f"{url.rstrip('/')}/v1/readouts", files={"file": ("readout", data)}, data=form, headers=headers, timeout=600
-        )
-        said: dict[str, Any] = answer.json()
-    except (httpx.HTTPError, ValueError) as error:
+        return wait(sent())
+    except ServerError as error:
+        raise InstallError(error.message, error.param, error.code or "invalid_value", error.status) from error
+    except (RequestFailed, ValueError) as error:
         raise InstallError(f"{url}: {error}") from error
-    if answer.is_error:
-        error_body = said.get("error") or {}
-        raise InstallError(str(error_body.get("message")), error_body.get("param"), str(error_body.get("code")))
-    return said

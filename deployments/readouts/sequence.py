@@ -50,21 +50,16 @@ class SequenceReadouts:
     """
 
     def __init__(self, asked: Sequence[ResolvedReadout], prompt: int) -> None:
-        """Initialize with no values.
-
-        Args:
-            asked: The readouts.
-            prompt: The number of prompt tokens.
-        """
+        """No values yet; `prompt` is the number of prompt tokens."""
         self.asked, self._prompt = asked, prompt
         self._parts: list[list[tuple[int, Values]]] = [[] for _ in self.asked]  # by first position, ascending
-        self.known = [one.tokens.first for one in self.asked]
-        self._said = [one.tokens.first for one in self.asked]
+        self.known = [readout.tokens.first for readout in self.asked]
+        self._returned = [readout.tokens.first for readout in self.asked]
 
     @property
     def wants_generated(self) -> bool:
         """Whether rows of generated tokens are wanted; the last one then runs through the model, too."""
-        return any(one.tokens.stop is None or one.tokens.stop > self._prompt for one in self.asked)
+        return any(readout.tokens.stop is None or readout.tokens.stop > self._prompt for readout in self.asked)
 
     def add(self, index: int, first: int, values: Values) -> None:
         """Add rows of one readout, the first of them at position `first`."""
@@ -73,44 +68,44 @@ class SequenceReadouts:
 
     def take(self, ended: bool = False) -> tuple[ReadoutRows, ...]:
         """The rows that were not returned yet; those of a readout for the last rows are returned at the end."""
-        found = []
-        for index, one in enumerate(self.asked):
-            if (one.tokens.tail and not ended) or self._said[index] >= self.known[index]:
+        rows = []
+        for index, readout in enumerate(self.asked):
+            if (readout.tokens.tail and not ended) or self._returned[index] >= self.known[index]:
                 continue
-            positions = one.tokens.within(self._said[index], self.known[index])
-            if one.tokens.tail:
-                positions = positions[-one.tokens.tail :]
-            self._said[index] = self.known[index]
+            positions = readout.tokens.within(self._returned[index], self.known[index])
+            if readout.tokens.tail:
+                positions = positions[-readout.tokens.tail :]
+            self._returned[index] = self.known[index]
             cut = bisect_left(positions, self._prompt)
             for part, begin in ((positions[:cut], 0), (positions[cut:], self._prompt)):
                 if len(part):
-                    found.append(self._rows(index, part, begin))
-        return tuple(found)
+                    rows.append(self._rows(index, part, begin))
+        return tuple(rows)
 
     def columns(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
         """The values at some positions as columns of a recorded run; NaN if a readout has none."""
-        found = {}
-        for index, one in enumerate(self.asked):
+        tensors = {}
+        for index, readout in enumerate(self.asked):
             column = self._column(index, positions)
-            name = f"{COLUMN}{one.source.name}"
-            found[name] = torch.from_numpy(column.values)
+            name = f"{COLUMN}{readout.source.name}"
+            tensors[name] = torch.from_numpy(column.values)
             if column.features is not None:
-                found[f"{name}.features"] = torch.from_numpy(column.features)
-        return found
+                tensors[f"{name}.features"] = torch.from_numpy(column.features)
+        return tensors
 
     def _column(self, index: int, positions: Sequence[int]) -> Values:
         """The rows at some positions: NaN if a row is missing, and index -1 for a feature whose value is 0."""
-        one, (values, features) = self.asked[index], self._all(index)
-        first = one.tokens.first
-        wanted = set(one.tokens.of(self.known[index]))
+        readout, (values, features) = self.asked[index], self._all(index)
+        first = readout.tokens.first
+        wanted = set(readout.tokens.of(self.known[index]))
         shape = (len(positions), values.shape[1])
-        found = np.full(shape, np.nan, np.float32), np.full(shape, -1, np.int32)
+        padded = np.full(shape, np.nan, np.float32), np.full(shape, -1, np.int32)
         rows = [i for i, position in enumerate(positions) if position in wanted]
         at = [positions[i] - first for i in rows]
-        found[0][rows] = values[at]
+        padded[0][rows] = values[at]
         if features is not None:
-            found[1][rows] = np.where(values[at] == 0, -1, features[at])  # the index of a zero value has no meaning
-        return Values(found[0], None if features is None else found[1])
+            padded[1][rows] = np.where(values[at] == 0, -1, features[at])  # the index of a zero value has no meaning
+        return Values(padded[0], None if features is None else padded[1])
 
     def _rows(self, index: int, positions: Sequence[int], begin: int) -> ReadoutRows:
         """The rows at some positions, all of the prompt or all of the answer, which begins at `begin`."""

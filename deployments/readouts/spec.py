@@ -97,7 +97,7 @@ def _named(value: Any) -> Any:
 
 
 def _once(asked: list[AskedReadout]) -> list[AskedReadout]:
-    if len({one.name for one in asked}) < len(asked):
+    if len({readout.name for readout in asked}) < len(asked):
         raise ValueError("name each readout only once")
     return asked
 

@@ -27,13 +27,7 @@ class Readout:
     """
 
     def __init__(self, definition: Definition, device: torch.device, batch_invariant: bool = False) -> None:
-        """Prepare the tensors.
-
-        Args:
-            definition: The readout.
-            device: The device of rows.
-            batch_invariant: Give a row's values the same bits in any batch, at some cost in speed.
-        """
+        """Prepare the tensors for rows on a device; `batch_invariant` costs some speed."""
         self.batch_invariant = batch_invariant
         self.spec: ReadoutSpec = definition.spec
         self.count, self.hidden = definition.size, definition.hidden
@@ -126,20 +120,20 @@ class Readout:
         if self.spec.activation == "gated":
             opened = rows @ held["W_enc"] + held["b_gate"] > 0
             return opened * (rows @ held["W_mag"] + held["b_mag"]).relu_()
-        found = torch.addmm(held["b_enc"], rows, held["W_enc"])
+        values = torch.addmm(held["b_enc"], rows, held["W_enc"])
         if self.spec.activation == "jumprelu":
-            return found.relu_() * (found > held["threshold"])
+            return values.relu_() * (values > held["threshold"])
         if self.spec.activation == "topk":
-            return self._largest(found)
-        return found.relu_()
+            return self._largest(values)
+        return values.relu_()
 
-    def _largest(self, found: torch.Tensor) -> torch.Tensor:
+    def _largest(self, features: torch.Tensor) -> torch.Tensor:
         """The `k` largest of each row, the others 0; ranked by their contribution if the spec says so."""
         assert self.spec.k is not None
         if "norms" in self._tensors:
-            found = found * self._tensors["norms"]
-        values, index = found.topk(self.spec.k, dim=-1, sorted=False)
-        return torch.zeros_like(found).scatter_(-1, index, values.relu_())
+            features = features * self._tensors["norms"]
+        values, index = features.topk(self.spec.k, dim=-1, sorted=False)
+        return torch.zeros_like(features).scatter_(-1, index, values.relu_())
 
 
 def largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,15 +183,15 @@ class Stack:
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         """Their values for rows [rows, hidden]: [rows, all], in float32."""
-        if not any(one.batch_invariant for one in self._readouts):
+        if not any(readout.batch_invariant for readout in self._readouts):
             return self._product(rows)
         if len(self._readouts) > 1:
-            return torch.cat([one.encode(rows) for one in self._readouts], dim=1)
+            return torch.cat([readout.encode(rows) for readout in self._readouts], dim=1)
         return in_tiles(rows.float(), len(self._bias), self._product)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        found = torch.addmm(self._bias, rows.to(self._weight.dtype), self._weight)
+        values = torch.addmm(self._bias, rows.to(self._weight.dtype), self._weight)
         for kind, columns in self._columns.items():
-            part = found[:, columns]
-            found[:, columns] = part.sigmoid() if kind == "sigmoid" else part.relu()
-        return found.float()
+            part = values[:, columns]
+            values[:, columns] = part.sigmoid() if kind == "sigmoid" else part.relu()
+        return values.float()

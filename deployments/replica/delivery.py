@@ -1,4 +1,4 @@
-"""Converts the engine's events into each job's messages."""
+"""Running jobs: converts the engine's events into the messages of each choice."""
 
 from __future__ import annotations
 
@@ -6,21 +6,93 @@ import asyncio
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Rows
+from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
 from deployments.job import Job
-from deployments.messages import ChangedNorm, EditReport, End, Message, Refusal, TokenLayers
-from deployments.replica.tickets import RunningChoice, Ticket
+from deployments.messages import ChangedNorm, EditReport, End, Entry, Message, Piece, Refusal
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
+    from deployments.chat.prompts import Echo
+    from deployments.chat.reader import AnswerParts, AnswerReader
     from deployments.chat.token_texts import TokenTexts
     from deployments.engine.edits import Edit
     from deployments.engine.engine import Engine
+    from deployments.replica.open_run import RunWriter
 
 logger = logging.getLogger("ray.serve")
 
 SLICE = 1024  # characters of a whole answer that are parsed at a time, which takes at most 10 ms
+
+
+@dataclass(eq=False)
+class RunningChoice:
+    """One running sequence of a job, and its next message.
+
+    Attributes:
+        request: The engine's request.
+        piece: Its next message.
+        reader: Finds reasoning and tool calls in its text.
+        run: Receives its recorded rows.
+        echo: The prompt at the start of its text.
+        logprob: The sum over all its tokens.
+        ended: The engine has ended it.
+    """
+
+    request: Request
+    piece: Piece
+    reader: AnswerReader | None = None
+    run: RunWriter | None = None
+    echo: Echo | None = None
+    logprob: float = 0.0
+    ended: bool = False
+
+    def add(self, text: str) -> None:
+        """Append the model's next text."""
+        if self.reader:
+            self._take(self.reader.add(text))
+        else:
+            self.piece.text += text
+
+    def close(self) -> None:
+        """Append the text that the reader held back, at the end."""
+        if self.reader:
+            self._take(self.reader.close())
+
+    def _take(self, written: AnswerParts) -> None:
+        self.piece.text += written.content
+        self.piece.reasoning += written.reasoning
+        self.piece.tool_calls += written.tool_calls
+
+    def take(self) -> Piece:
+        """The next message, and begin another."""
+        taken, self.piece = self.piece, Piece(self.piece.index, lens=None if self.piece.lens is None else [])
+        return taken
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A running job.
+
+    Attributes:
+        job: The job.
+        choices: Its choices by engine request id.
+        messages: The queue of its messages.
+        open: Choices that have not sent `End`.
+        tasks: Choices that are ending.
+    """
+
+    job: Job
+    choices: Mapping[str, RunningChoice]
+    messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    open: int = 0
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def say(self, choice: RunningChoice) -> None:
+        """Send a choice's next message if it has text; logprobs and lens of tokens whose text is held back wait."""
+        if choice.piece.text or choice.piece.reasoning or choice.piece.tool_calls:
+            self.messages.put_nowait(choice.take())
 
 
 class Delivery:
@@ -86,7 +158,7 @@ class Delivery:
         elif isinstance(event, PromptLogprobs):
             assert choice.echo is not None
             prompt, offsets = choice.request.prompt, choice.echo.offsets
-            choice.scored.extend(self._token_texts.of_prompt(prompt, event.logprobs, offsets))
+            choice.piece.logprobs += self._token_texts.of_prompt(prompt, event.logprobs, offsets)
         elif isinstance(event, Rows):
             assert choice.run is not None
             choice.run.add(event.captured, functools.partial(self._written, event))
@@ -97,14 +169,15 @@ class Delivery:
             task.add_done_callback(functools.partial(self._ended, ticket))
 
     def _add(self, job: Job, choice: RunningChoice, delta: Delta) -> None:
+        piece = choice.piece
         if job.logprobs is not None:
             before = len(choice.echo.text) if choice.echo else 0
-            choice.scored.extend(self._token_texts.scored(delta.tokens, delta.logprobs, before))
-        if (lens := choice.request.lens) and lens.generated:
-            choice.lens.extend(self._token_texts.seen(delta.tokens, lens, delta.lens))
+            piece.logprobs += self._token_texts.scored(delta.tokens, delta.logprobs, before)
+        if piece.lens is not None and (lens := choice.request.lens) and lens.generated:
+            piece.lens += self._token_texts.lens(delta.tokens, lens, delta.lens)
         if job.token_ids:
-            choice.token_ids.extend(delta.tokens)
-        choice.readouts += delta.readouts
+            piece.token_ids += delta.tokens
+        piece.readouts += delta.readouts
         choice.logprob += sum(one.logprob for one in delta.logprobs)
 
     def _written(self, event: Rows | Finished) -> None:
@@ -121,9 +194,10 @@ class Delivery:
                     for at in range(0, len(event.rest.text), SLICE):
                         choice.add(event.rest.text[at : at + SLICE])
                         await asyncio.sleep(0)  # for the events of other requests
-                choice.readouts += event.readouts
+                choice.piece.readouts += event.readouts
                 choice.close()
-                ticket.say(choice)
+                if choice.request.streamed:  # its text does not wait for its activations
+                    ticket.say(choice)
             message = await self._last_message(ticket, choice, event)
         finally:
             self._written(event)
@@ -141,23 +215,27 @@ class Delivery:
         calls = choice.reader and choice.reader.called and event.reason == "stop"
         reason = "tool_calls" if calls else event.reason
         tokens = len(event.tokens)
-        likeliness = choice.logprob / max(1, tokens)
-        more = {
-            "norms": tuple(_norms(choice.request.edits)),
-            "prompt_lens": self._prompt_lens(choice, event),
-            "cached_tokens": event.cached,
-        }
-        said = choice.take_tokens() | more
-        said |= {"edits": tuple(_edit_reports(choice.request.edits)), "stop_reason": event.stop_reason}
-        return End(choice.index, reason, len(event.prompt), tokens, run, **said, likeliness=likeliness)
+        return End(
+            choice.take(),
+            reason,
+            len(event.prompt),
+            tokens,
+            run,
+            prompt_lens=self._prompt_lens(choice, event),
+            norms=tuple(_norms(choice.request.edits)),
+            likeliness=choice.logprob / max(1, tokens),
+            edits=tuple(_edit_reports(choice.request.edits)),
+            stop_reason=event.stop_reason,
+            cached_tokens=event.cached,
+        )
 
-    def _prompt_lens(self, choice: RunningChoice, event: Finished) -> tuple[TokenLayers, ...]:
+    def _prompt_lens(self, choice: RunningChoice, event: Finished) -> list[Entry]:
         if choice.request.lens is None:
-            return ()
+            return []
         positions = [position for position, _ in event.prompt_lens]
         tokens = [event.prompt[position] for position in positions]
-        seen = self._token_texts.seen(tokens, choice.request.lens, [layers for _, layers in event.prompt_lens])
-        return tuple(one._replace(position=position) for position, one in zip(positions, seen, strict=True))
+        entries = self._token_texts.lens(tokens, choice.request.lens, [layers for _, layers in event.prompt_lens])
+        return [{"position": position} | entry for position, entry in zip(positions, entries, strict=True)]
 
     def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.tasks.discard(task)
@@ -183,7 +261,7 @@ def _edit_reports(edits: Sequence[Edit]) -> Iterator[EditReport]:
 def _norms(edits: Sequence[Edit]) -> Iterator[ChangedNorm]:
     for edit in edits:
         if edit.norms and (median := edit.norms.median) is not None:
-            yield ChangedNorm(edit.norms.field, edit.point.name, median)
+            yield ChangedNorm(edit.norms.field, edit.point.name, median, edit.norms.outliers)
 
 
 def _log(job: Job, choice: RunningChoice, event: Finished) -> None:

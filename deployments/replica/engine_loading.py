@@ -126,10 +126,6 @@ def description(options: Options, model: Model) -> dict[str, Any]:
 
     Options with a default that depends on the model or the machine have their actual values. The API key file and
     settings of URIs are left out.
-
-    Args:
-        options: The operator's options.
-        model: The model loaded with them.
     """
     import torch
 

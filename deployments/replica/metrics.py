@@ -42,11 +42,7 @@ class EngineMetrics:
     """One replica's engine metrics; Ray adds the replica's id."""
 
     def __init__(self, model: str) -> None:
-        """Initialize all metrics at 0.
-
-        Args:
-            model: The served name, a label of every metric.
-        """
+        """Start at 0; `model` is the served name, a label of every metric."""
         tags = {"model": model}
         keys = tuple(tags)
         self._gauges = {name: Gauge(PREFIX + name, text, tag_keys=keys) for name, text in GAUGES.items()}
@@ -110,11 +106,7 @@ class RequestMetrics:
     """Metrics of one replica's requests; they cost nothing per token."""
 
     def __init__(self, model: str) -> None:
-        """Initialize all metrics at 0.
-
-        Args:
-            model: The served name, a label of every metric.
-        """
+        """Start at 0; `model` is the served name, a label of every metric."""
         self._requests = Counter(
             f"{PREFIX}requests_total", "Requests that replicas took, by their end.", tag_keys=(*TAGS, "status")
         )

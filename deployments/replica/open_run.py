@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from ray.exceptions import RayError
 
-from deployments.activations.facts import StoredRun, StoreError
+from deployments.activations.facts import RunLocation, StoreError
 from deployments.chat.token_texts import TextOffsets
 from deployments.engine.capture.buffer import joined
-from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.row_sizes import RowSizes
-from deployments.engine.request import Finished, Request
+from deployments.engine.request import Captured, Finished, Request
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.messages import RunReport
@@ -34,7 +33,7 @@ class RunSender(Protocol):
     async def append(self, run: RunWriter, captured: Captured, part: int) -> None:
         """Send rows of an unfinished run."""
 
-    async def write(self, run: RunWriter, event: Finished, parts: int) -> StoredRun:
+    async def write(self, run: RunWriter, event: Finished, parts: int) -> RunLocation:
         """Send the last rows; they are durable when this returns."""
 
     def abandon(self, run: RunWriter) -> None:
@@ -46,8 +45,6 @@ class RunWriter:
 
     Args:
         runs: The replica's interface to the store.
-        job: The job of the choice.
-        request: The engine's request of the choice, with a `capture`.
         index: The choice's index in the job, prompt by prompt.
         offsets: The start of each token in the text so far.
 
@@ -56,7 +53,7 @@ class RunWriter:
         job: The job of the choice.
         number: The choice's index among those of its prompt.
         asked: The chat's messages, or a list of the completion's prompt alone.
-        request: The recorded request.
+        request: The engine's request of the choice, with a `capture`.
         sample_id: The client's id of the sample.
         tags: The client's tags.
         created: Arrival of the job in Unix seconds, plus the index in microseconds, so that runs are listed in the

@@ -5,34 +5,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
 from deployments.chat.prompts import Prompts
 from deployments.chat.reader import AnswerReader
-from deployments.chat.response_format import ResponseFormats
-from deployments.chat.template import ChatFormat
+from deployments.chat.template import ChatFormat, ResponseFormats
 from deployments.engine.engine import Engine
-from deployments.engine.request import Request
+from deployments.engine.request import LensLayers, Request
 from deployments.errors import RequestError, naming
 from deployments.interventions.resolve import EditResolver
 from deployments.interventions.stored_tensors import FetchedTensors, StoredTensors
 from deployments.job import Job
+from deployments.messages import Piece
 from deployments.options import Options
+from deployments.places.points import Points
 from deployments.points.capture import MOST_INLINE_VALUES, Capture
 from deployments.points.interventions import ChangeFeature
-from deployments.readouts.cache import NamedReadout, ReadoutCache
-from deployments.readouts.resolver import ReadoutResolver
+from deployments.points.logit_lens import LogitLens
+from deployments.points.token_choices import Ends, Tokens, Window, farthest, placed, resolve_ahead
+from deployments.readouts.resolver import NamedReadout, ReadoutCache, ReadoutResolver
 from deployments.readouts.values import Readout
-from deployments.replica.lens_resolver import LensResolver
+from deployments.replica.delivery import RunningChoice
 from deployments.replica.runs import Runs
-from deployments.replica.tickets import RunningChoice
+
+MOST_ENTRIES = MOST_INLINE_VALUES // 10  # of an answer; an entry is an object with text
 
 
 class Preparation:
-    """Makes a job's requests, and rejects jobs that cannot be served."""
+    """Makes a job's requests, and rejects jobs that cannot be served.
+
+    Args:
+        options: The operator's options.
+        engine: The engine with the model.
+        chat: The model's chat format.
+        prompts: Makes the prompts of jobs.
+        runs: The interface to the activation store.
+        store: The activation store's handle, for tensors and readouts.
+        reader: The handle of the store's reader, for stored rows.
+        pool: Executes the work outside the event loop.
+    """
 
     def __init__(
         self,
@@ -46,18 +60,6 @@ class Preparation:
         reader: Any,
         pool: Executor,
     ) -> None:
-        """Store the parts that requests are made from.
-
-        Args:
-            options: The operator's options.
-            engine: The engine with the model.
-            chat: The model's chat format.
-            prompts: Makes the prompts of jobs.
-            runs: The interface to the activation store.
-            store: The activation store's handle, for tensors and readouts.
-            reader: The handle of the store's reader, for stored rows.
-            pool: Executes the work outside the event loop.
-        """
         self._options = options
         self._engine = engine
         self._model = engine.model
@@ -137,7 +139,9 @@ class Preparation:
             at = index // job.n
             with naming(at, len(prompts)):
                 prompt = prompts[at]
-                reader = self._reader(job, prompt.text or "", streamed)
+                reader: AnswerReader | None = None
+                if job.messages is not None:
+                    reader = self._chat.reader(prompt.text or "", job.tools, job.parallel_calls, streamed)
                 if index % job.n == 0:
                     ends = functools.cache(functools.partial(self._prompts.offsets, prompt))
                     capture = job.capture and job.capture.placed(ends)
@@ -156,18 +160,14 @@ class Preparation:
                     self._engine.check(request)
                     echo = self._prompts.echo(prompt) if job.echo else None
                 run = self._runs.open(job, request, index) if job.capture else None
-                said = tuple(prompt.ids) if job.token_ids else ()
-                choice = RunningChoice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
-                choices[request.id] = choice
+                prompt_ids = tuple(prompt.ids) if job.token_ids else ()
+                first = Piece(index, echo.text if echo else "", prompt_ids=prompt_ids, lens=[] if seen else None)
+                choices[request.id] = RunningChoice(request, first, reader, run, echo)
         requests = [choice.request for choice in choices.values()]
         self._runs.check(requests)
         self._lens_resolver.check(requests)
         _check_readouts_size(requests)
         return choices
-
-    def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:
-        """The parser of a chat's answer; None if it needs none."""
-        return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls, streamed)
 
     def _request(
         self, job: Job, index: int, prompt: list[int], capture: Capture | None, points: Any, streamed: bool
@@ -201,10 +201,10 @@ class Preparation:
 
 def _named_readouts(job: Job) -> dict[str, NamedReadout]:
     """The readouts that a job's fields name."""
-    found = {one.name: f"readouts[{i}].name" for i, one in enumerate(job.readouts)}
+    names = {asked.name: f"readouts[{i}].name" for i, asked in enumerate(job.readouts)}
     fields = dict[str, str]()
     for field, condition in job.conditions.items():
-        if condition.readout not in found:
+        if condition.readout not in names:
             message = f"the request does not use the readout {condition.readout!r}: name it in readouts"
             raise RequestError(message, f"{field}.readout", "readout_not_used")
         fields[f"{field}.readout"] = condition.readout
@@ -212,10 +212,10 @@ def _named_readouts(job: Job) -> dict[str, NamedReadout]:
         if isinstance(spec, ChangeFeature):
             fields[f"{field}.sae"] = spec.sae
     for field, name in fields.items():
-        if job.reader(found.setdefault(name, field)) != job.reader(field):
-            message = f"the preset's readout {name!r} is another one than that of {found[name]}: leave out one of them"
+        if job.reader(names.setdefault(name, field)) != job.reader(field):
+            message = f"the preset's readout {name!r} is another one than that of {names[name]}: leave out one of them"
             raise RequestError(message, field, "readout_not_used")
-    return {name: NamedReadout(field, job.reader(field)) for name, field in found.items()}
+    return {name: NamedReadout(field, job.reader(field)) for name, field in names.items()}
 
 
 def _check_readouts_size(requests: Sequence[Request]) -> None:
@@ -227,11 +227,89 @@ def _check_readouts_size(requests: Sequence[Request]) -> None:
     count = 0
     for request in requests:
         most = len(request.prompt) + request.max_tokens
-        for one in request.readouts:
-            count += len(one.tokens.of(most)) * one.width * (2 if one.top_k else 1)
+        for readout in request.readouts:
+            count += len(readout.tokens.of(most)) * readout.width * (2 if readout.top_k else 1)
     if count > MOST_INLINE_VALUES:
         message = (
             f"up to {count} numbers would be returned; the limit is {MOST_INLINE_VALUES}: choose fewer tokens, or set "
             "max_tokens"
         )
         raise RequestError(message, "readouts", "readouts_too_large")
+
+
+class LensResolver:
+    """Resolves logit lens requests for one model."""
+
+    def __init__(self, points: Points, tokenize: Callable[[str], list[int]], vocabulary: int) -> None:
+        """`tokenize` gives a text's token ids without special tokens; `vocabulary` is the model's number of tokens."""
+        self._points, self._tokenize, self._vocabulary = points, tokenize, vocabulary
+
+    def of(self, spec: LogitLens | None) -> LensLayers | None:
+        """Resolve the layers, each once and in the model's order.
+
+        Raises:
+            RequestError: A layer does not exist or cannot be read, or a target is no token; names the field.
+        """
+        if spec is None:
+            return None
+        count, by_layer = self._points.layer_count, {}
+        for i, layer in enumerate(range(count) if spec.layers == "all" else spec.layers):
+            field = "logit_lens.layers" if spec.layers == "all" else f"logit_lens.layers[{i}]"
+            (by_layer[layer % count],) = self._points.named(f"layers.{layer}.output", field)
+        layers = sorted(by_layer)
+        points = tuple(by_layer[layer] for layer in layers)
+        if spec.targets == "last_layer":
+            (last,) = self._points.named(f"layers.{count - 1}.output", "logit_lens.targets")
+            return LensLayers(tuple(layers), points, spec.top_k, last=last)
+        targets = tuple(self._target(target, f"logit_lens.targets[{i}]") for i, target in enumerate(spec.targets))
+        return LensLayers(tuple(layers), points, spec.top_k, targets)
+
+    def placed(self, lens: LensLayers, spec: LogitLens, prompt: int, new: int, ends: Ends) -> LensLayers:
+        """Resolve the result of `of` for a prompt of `prompt` tokens and at most `new` further ones.
+
+        Raises:
+            RequestError: The prompt does not have these tokens; names the field.
+        """
+        field = "logit_lens.tokens"
+        choice = placed(spec.tokens or ("generated" if new else "prompt_last"), ends, field)
+        tokens = resolve_ahead(choice, prompt, prompt + new, field)
+        if farthest(choice) >= prompt:
+            raise RequestError(f"the prompt has tokens 0 to {prompt - 1}; generated tokens come after them", field)
+        among = tokens.of(prompt)
+        chosen = Tokens(among[0], among[-1] + 1, tokens.few) if among else Tokens(0, 0)
+        is_open = isinstance(choice, Window) and choice.to is None
+        return lens._replace(prompt=chosen, generated=is_open or choice in ("all", "generated"))
+
+    def _target(self, target: str | int, field: str) -> int:
+        if isinstance(target, int):
+            if target >= self._vocabulary:
+                raise RequestError(f"token ids go from 0 to {self._vocabulary - 1}", field)
+            return target
+        ids = self._tokenize(target)
+        if len(ids) != 1:
+            message = f"{target!r} is {len(ids)} tokens ({', '.join(map(str, ids[:8]))}): a target is one token"
+            raise RequestError(message, field, "not_one_token")
+        return ids[0]
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Reject all choices of one job, which have the same lens, if the answer could exceed `MOST_ENTRIES`.
+
+        Raises:
+            RequestError: The answer could exceed it.
+        """
+        lens = requests[0].lens
+        if lens is None:
+            return
+        tokens = sum(
+            request.max_tokens * request.lens.generated + len(request.lens.prompt.within(0, len(request.prompt)))
+            for request in requests
+            if request.lens
+        )
+        each = lens.top_k + len(lens.targets) + (lens.last is not None)
+        count = len(lens.layers) * each * tokens
+        if count > MOST_ENTRIES:
+            message = (
+                f"{each} tokens in each of {len(lens.layers)} layers at up to {tokens} positions are {count} entries; "
+                f"the limit is {MOST_ENTRIES}: request fewer, or set max_tokens"
+            )
+            raise RequestError(message, "logit_lens", "logit_lens_too_large")

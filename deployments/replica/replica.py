@@ -20,17 +20,16 @@ from ray.serve.context import _get_global_client  # the only way to find the pro
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
-from deployments.activations.nodes.sharing import connect_writer
+from deployments.activations.nodes import connect_writer
 from deployments.client_code.job import CodeJob
 from deployments.errors import RequestError
 from deployments.exposure import check_ray
 from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Message, Refusal
 from deployments.options import SETTINGS, Options
-from deployments.replica.delivery import Delivery
+from deployments.replica.delivery import Delivery, Ticket
 from deployments.replica.engine_loading import description, load_engine
 from deployments.replica.metrics import EngineMetrics, RequestMetrics
-from deployments.replica.tickets import Ticket
 
 if TYPE_CHECKING:  # Serve's controller and proxies also import this module, without torch
     from deployments.client_code.runner import CodeRunner
@@ -63,7 +62,7 @@ class ModelReplica:
         from deployments.chat.prompts import Prompts
         from deployments.chat.template import ChatFormat
         from deployments.chat.token_texts import TokenTexts
-        from deployments.places.structure import structure
+        from deployments.places.points import structure
         from deployments.replica.preparation import Preparation
         from deployments.replica.runs import Runs
 
@@ -179,12 +178,8 @@ class ModelReplica:
 
     async def _off_loop(self, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any] | Refusal:
         if self._texts >= MOST_TEXTS:
-            return Refusal(
-                f"this replica is tokenizing {MOST_TEXTS} texts already: try again later",
-                None,
-                "server_busy",
-                429,
-            )
+            message = f"this replica is tokenizing {MOST_TEXTS} texts already: try again later"
+            return Refusal(message, None, "server_busy", 429)
         self._texts += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._texts_pool, call, *args)

@@ -6,21 +6,20 @@ import asyncio
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
 
-from deployments.activations.facts import FileInfo, RunEnd, RunInfo, StoredRun, StoreError
+from deployments.activations.facts import FileInfo, RunEnd, RunInfo, RunLocation, StoreError
 from deployments.activations.segments.columns import to_batch
-from deployments.activations.segments.packing import Packed
+from deployments.activations.segments.schema import Packed
 from deployments.chat.token_texts import TextOffsets, TokenTexts
-from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.row_sizes import RowSizes
-from deployments.engine.request import Finished, Request
+from deployments.engine.request import Captured, Finished, Request
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.model.model import Model
@@ -28,7 +27,6 @@ from deployments.options import Options
 from deployments.points.capture import MOST_INLINE_VALUES
 from deployments.points.interventions import as_sent
 from deployments.replica.open_run import RunWriter, chosen_tokens, recordable
-from deployments.replica.run_calls import RunCalls
 
 PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
 INLINE_BYTES = 64 << 10  # rows below this go in the call itself, which Ray allows up to 100 KiB
@@ -36,19 +34,16 @@ PACKED_BYTES = 1 << 20  # rows above this are not copied into a stream
 ROOM_S = 30.0  # the longest wait for the store to confirm that it has room
 
 
+CALLS = 2  # at the same time, so that runs that end one by one do not wait for each other to be durable
+PATIENCE_S = 0.25  # of runs that wait for a call: one may take long, until a run is archived or a node answers
+MOST_RUNS = 64  # of a call
+
+
 class Runs:
     """A replica's interface to the activation store."""
 
     def __init__(self, options: Options, model: Model, token_texts: TokenTexts, store: Any, pool: Executor) -> None:
-        """Store the parts that all runs' descriptions share.
-
-        Args:
-            options: The operator's.
-            model: The recorded model.
-            token_texts: The texts of its tokens.
-            store: Takes this node's runs.
-            pool: Converts rows outside the event loop.
-        """
+        """`store` is the actor that takes this node's runs, `pool` converts rows outside the event loop."""
         self._options = options
         self._model = model
         self._token_texts = token_texts
@@ -101,10 +96,6 @@ class Runs:
     async def check_room(self, job: Job, requests: Sequence[Request]) -> None:
         """Reject a job in advance if it requires its activations and the store cannot take them now.
 
-        Args:
-            job: The job.
-            requests: See `check`. The store is not asked if the answer does not depend on it.
-
         Raises:
             RequestError: The store has no room, with the reason, or does not answer.
         """
@@ -133,7 +124,7 @@ class Runs:
         batch = await self._to_send(run, captured, ())
         await self._store.append.remote(run.job.session, run.id, part, [batch], run.most)
 
-    async def write(self, run: RunWriter, event: Finished, parts: int) -> StoredRun:
+    async def write(self, run: RunWriter, event: Finished, parts: int) -> RunLocation:
         """Send a run's last rows; they are durable when this returns.
 
         Raises:
@@ -148,13 +139,14 @@ class Runs:
         self._store.abandon.remote(run.job.session, run.id)
 
     async def _to_send(self, run: RunWriter, captured: Captured, generated: Sequence[int]) -> Any:
-        """Rows as a record batch, or a reference to one in Ray's object store; made outside the event loop.
-
-        Small batches go without a reference: an object costs the replica, Ray and the store 3 ms of processor time.
-        """
+        """Call `_lay_out` outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured, generated)
 
     def _lay_out(self, run: RunWriter, captured: Captured, generated: Sequence[int]) -> Any:
+        """Rows as a record batch, or a reference to one in Ray's object store.
+
+        Small batches go without a reference: an object costs the replica, Ray and the store 3 ms of processor time.
+        """
         job, request = run.job, run.request
         assert job.capture is not None
         segment = FileInfo(
@@ -203,3 +195,63 @@ class Runs:
             text=run.text(event) if job.capture.store_text else None,
             batch_invariant=self._model.batch_invariant,
         )
+
+
+class _Waiting(NamedTuple):
+    end: RunEnd
+    stored: asyncio.Future[RunLocation]
+
+
+class RunCalls:
+    """Sends ends of runs to the store.
+
+    A call costs the replica, Ray and the store 3 ms of processor time, and many runs may end in one step.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._waiting: list[_Waiting] = []
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them
+        self._senders = 0
+
+    async def write(self, end: RunEnd) -> RunLocation:
+        """Send a run's end; it is durable when this returns.
+
+        Raises:
+            StoreError: The store cannot take it; or its errors over Ray.
+        """
+        waiting = _Waiting(end, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._senders < CALLS:
+            self._senders += 1
+            self._started(self._send())
+        return await waiting.stored
+
+    def _started(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _send(self) -> None:
+        """Send what waits, one call after another, unless a call takes long."""
+        try:
+            while self._waiting:
+                together, self._waiting = self._waiting[:MOST_RUNS], self._waiting[MOST_RUNS:]
+                await asyncio.wait({self._started(self._call(together))}, timeout=PATIENCE_S)
+        finally:
+            self._senders -= 1
+
+    async def _call(self, together: Sequence[_Waiting]) -> None:
+        results: list[RunLocation | Exception]
+        try:
+            results = await self._store.write_all.remote([waiting.end for waiting in together])
+        except Exception as error:  # noqa: BLE001 - each run raises it
+            results = [error] * len(together)
+        for waiting, result in zip(together, results, strict=True):
+            if waiting.stored.done():  # its request was cancelled
+                continue
+            if isinstance(result, Exception):
+                waiting.stored.set_exception(result)
+            else:
+                waiting.stored.set_result(result)

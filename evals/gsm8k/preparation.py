@@ -10,8 +10,7 @@ from evals.config import Config, EvalError
 from evals.results.provenance import Facts, facts, sampled_as_the_model
 from evals.server.server_queries import first_model, refused
 from evals.task import steering
-from evals.task.few_shot import load_few_shot
-from evals.task.problems import load_problems, locate
+from evals.task.problems import load_few_shot, load_problems, locate
 from evals.task.prompts import Prompts
 from evals.task.rewards import Reward, load_rewards
 from evals.task.trajectory import Sample, scored

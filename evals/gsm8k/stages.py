@@ -129,7 +129,7 @@ class _Progress(tqdm):  # type: ignore[type-arg]  # it takes none at run time
 
 def _check_same(config: Config) -> None:
     """Returns if a report alone is asked for with the options that the evaluation had."""
-    earlier, now = (one.model_dump(mode="json") for one in (read_config(config.results_dir), config))
+    earlier, now = (options.model_dump(mode="json") for options in (read_config(config.results_dir), config))
     if differing := changed(earlier, now, MAY_DIFFER - {"rule", "rewards", "transfer_activations"}):
         raise EvalError(
             f"{config.results_dir} holds an evaluation with different {', '.join(differing)}; leave these options out, "

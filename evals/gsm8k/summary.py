@@ -136,14 +136,14 @@ def _paired(conditions: Conditions, config: Config) -> list[dict[str, Any]]:
     pairs = [((mode, CONTROL), (mode, variant), "variant") for mode, variant in plain if variant != CONTROL]
     pairs += [(("no-tools", variant), (mode, variant), "mode") for mode, variant in plain if mode == "with-tools"]
     pairs += [((mode, c.variant), (mode, c.name), "steering") for mode in config.modes for c in cells(config)]
-    found = [
+    compared = [
         {"a": ".".join(a), "b": ".".join(b), "kind": kind}
         | paired_difference(conditions[a].correct, conditions[b].correct)
         for a, b, kind in pairs
         if a in conditions
     ]
-    corrected = holm([pair["p"] for pair in found])
-    return [pair | {"p_holm": p} for pair, p in zip(found, corrected, strict=True)]
+    corrected = holm([pair["p"] for pair in compared])
+    return [pair | {"p_holm": p} for pair, p in zip(compared, corrected, strict=True)]
 
 
 def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config)
     scales: list[float | None] = [None]
     if "scale" in config.sweep:
         scales = [*sorted({*config.sweep["scale"], *([0.0] if config.plain_at_zero else [])})]
-    found = []
+    tables = []
     for mode, variant in product(config.modes, config.variants):
         names = {(cell.layer, cell.scale): cell.name for cell in cells(config) if cell.variant == variant}
         rows = []
@@ -170,16 +170,16 @@ def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config)
                 for accuracy, pair in zip(accuracies, pairs, strict=True)
             ]
             rows.append({"layer": layer, "cells": cell})
-        found.append({"mode": mode, "variant": variant, "scales": scales, "rows": rows})
-    return found
+        tables.append({"mode": mode, "variant": variant, "scales": scales, "rows": rows})
+    return tables
 
 
 def _lacking(directory: Path, session_id: str) -> int:
     """How many of the runs that were stored for the samples are not among those that were transferred."""
-    there = transferred_runs(directory, session_id)
+    transferred = transferred_runs(directory, session_id)
     turns = (turn.activations for sample in read_samples(directory) for turn in sample.turns)
     metas = (meta for meta in turns if meta and why_not_stored(meta) is None)
-    return sum(run["run_id"] not in there for meta in metas for run in runs_of(meta))
+    return sum(run["run_id"] not in transferred for meta in metas for run in runs_of(meta))
 
 
 def _transferred(directory: Path) -> dict[str, Any] | None:

@@ -90,8 +90,8 @@ def _rows(sample: dict[str, Any], turns: Turns, left: Counter[str]) -> Iterator[
 def _scores(scores: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if taken := COLUMNS.keys() & scores:
         raise EvalError(f"--inspect: a scorer has the name {min(taken)}, which is a column of the labels: rename it")
-    found: dict[str, Any] = {}
+    labels: dict[str, Any] = {}
     for name, score in scores.items():
         value = score["value"]
-        found |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+        labels |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return labels

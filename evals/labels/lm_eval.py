@@ -55,11 +55,11 @@ def labelled(path: str | Path, session: str, store: str | Path, model: str | Non
     try:
         labels, ambiguous = _asked(Path(path))
         stored = (run.facts for file in segments(store, session) for run in whole_runs(file))
-        there = sorted((run for run in stored if model in (None, run.model)), key=lambda run: run.created)
+        runs = sorted((run for run in stored if model in (None, run.model)), key=lambda run: run.created)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise EvalError(f"--lm-eval {path}: {error}") from error
     known = defaultdict[str, list["RunInfo"]](list)
-    for run in there:
+    for run in runs:
         if run.messages_hash in labels:
             known[run.messages_hash].append(run)
     if len(models := sorted({run.model for of in known.values() for run in of})) > 1:
@@ -80,12 +80,12 @@ def labelled(path: str | Path, session: str, store: str | Path, model: str | Non
         of = f" of {model}" if model else ""
         why = f"; {belonging} share their prompts with others" if belonging else ""
         raise EvalError(
-            f"--lm-eval {path}: none of the {len(there)} runs{of} in session {session} belongs to its samples{why}"
+            f"--lm-eval {path}: none of the {len(runs)} runs{of} in session {session} belongs to its samples{why}"
         )
     left = {
         "prompts without a stored run": len(labels) - len(known),
         "prompts of several documents": ambiguous,
-        "runs of no sample": len(there) - belonging,
+        "runs of no sample": len(runs) - belonging,
         "runs that share their prompts": belonging - len(rows),
     }
     return tabled(rows, COLUMNS, left)
@@ -108,8 +108,8 @@ def _asked(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
             its = {"sample_id": str(sample["doc_id"]), "problem": sample["doc_hash"]}
             by_filter = "" if sample.get("filter", NO_FILTER) == NO_FILTER else f",{sample['filter']}"
             scores = {f"{name}{by_filter}": sample[name] for name in sample.get("metrics", ())}
-            for name, said in _requests(sample["arguments"]):
-                key = messages_hash(said)
+            for name, request in _requests(sample["arguments"]):
+                key = messages_hash(request)
                 labels[key] |= its | {"argument": name} | scores
                 documents[key].add(its["sample_id"])
     single = {key: its for key, its in labels.items() if len(documents[key]) == 1}
@@ -121,6 +121,6 @@ def _requests(arguments: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Any]]
     for name, given in arguments.items():
         asked, further = given["arg_0"], given.get("arg_1")
         if isinstance(asked, list):  # a chat is a tuple of its JSON
-            yield name, [{"role": said["role"], "content": said["content"]} for said in json.loads(asked[0])]
+            yield name, [{"role": message["role"], "content": message["content"]} for message in json.loads(asked[0])]
         else:  # of a loglikelihood, arg_1 is the continuation
             yield name, [asked + further if isinstance(further, str) else asked]

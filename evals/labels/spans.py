@@ -15,7 +15,7 @@ from evals.task.records import since_prompt
 from evals.task.trajectory import Sample
 
 if TYPE_CHECKING:
-    from deployments.activations.segments.segments import WholeRun  # which imports torch
+    from deployments.activations.segments.segments import RunBatches  # which imports torch
 
 Span = tuple[int, int]  # the first, and the one after the last
 Message = dict[str, Any]
@@ -35,7 +35,7 @@ class Characters(NamedTuple):
     tool_results: Span | None
 
 
-def characters(text: str, prompt: str, said: Sequence[Message], scored: tuple[str, Span] | None) -> Characters:
+def characters(text: str, prompt: str, messages: Sequence[Message], scored: tuple[str, Span] | None) -> Characters:
     """The parts of a conversation in the text of its run.
 
     They are looked for in their order, each after the one before it, so that a number that comes several times is
@@ -44,12 +44,12 @@ def characters(text: str, prompt: str, said: Sequence[Message], scored: tuple[st
     Args:
         text: prompt and generated text, special tokens included.
         prompt: what the user asked last.
-        said: the messages since, the model's and the tools' results; the last is the run's answer.
+        messages: those since, the model's and the tools' results; the last is the run's answer.
         scored: the text that was scored, and where the number stands in it; None where that is no part of this run.
     """
     at = begins = _behind(_found(text, [prompt.strip()], 0), 0)
     calls, results = list[Span | None](), list[Span | None]()
-    for before, message in pairwise([{"role": "user"}, *said]):
+    for before, message in pairwise([{"role": "user"}, *messages]):
         if message["role"] == "tool":
             results = [*(results if before["role"] == "tool" else ()), _result(text, message["content"], at)]
             at = _behind(results[-1], at)
@@ -83,7 +83,7 @@ def token_span(part: Span, text: str, positions: np.ndarray, offsets: np.ndarray
     return (int(positions[0]) + first, int(positions[0]) + behind)
 
 
-def spans_of(run: "WholeRun", sample: Sample, turn: int, rule: Rule) -> dict[str, Span | None]:
+def spans_of(run: "RunBatches", sample: Sample, turn: int, rule: Rule) -> dict[str, Span | None]:
     """The parts of a stored run as tokens, by name; none where it was stored without its text or offsets.
 
     Args:
@@ -99,25 +99,25 @@ def spans_of(run: "WholeRun", sample: Sample, turn: int, rule: Rule) -> dict[str
     positions, offsets = (
         pa.concat_arrays([batch[name] for batch in batches]).to_numpy() for name in ("position", "text_offset")
     )
-    said = since_prompt(sample)
-    ends = [number for number, message in enumerate(said, 1) if message["role"] == "assistant"]
+    messages = since_prompt(sample)
+    ends = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
     answer = score(sample.completion or "", sample.gold, rule).answer if turn == len(sample.turns) - 1 else None
     scored = (sample.completion or "", (answer.start, answer.end)) if answer else None
-    prompt = str(sample.messages[len(sample.messages) - len(said) - 1]["content"])
-    found = characters(text, prompt, said[: ends[turn]], scored)
+    prompt = str(sample.messages[len(sample.messages) - len(messages) - 1]["content"])
+    parts = characters(text, prompt, messages[: ends[turn]], scored)
     is_last = positions[-1] + 1 == run.facts.tokens
     end = len(text) if is_last else int(offsets[-1])  # else where the last recorded token ends is not known
-    return {name: part and token_span(part, text, positions, offsets, end) for name, part in found._asdict().items()}
+    return {name: part and token_span(part, text, positions, offsets, end) for name, part in parts._asdict().items()}
 
 
 def _answer(text: str, scored: tuple[str, Span] | None, begins: int) -> Span | None:
     """The scored number in the last of the places that hold the scored text: thoughts come before it."""
     if scored is None:
         return None
-    said, (start, end) = scored
-    found = text.rfind(said.strip(), begins)
-    at = found - (len(said) - len(said.lstrip()))
-    return (at + start, at + end) if found >= 0 else None
+    answer, (start, end) = scored
+    place = text.rfind(answer.strip(), begins)
+    at = place - (len(answer) - len(answer.lstrip()))
+    return (at + start, at + end) if place >= 0 else None
 
 
 def _call(text: str, function: dict[str, str], at: int) -> Span | None:
@@ -127,11 +127,11 @@ def _call(text: str, function: dict[str, str], at: int) -> Span | None:
     with suppress(ValueError, RecursionError):
         value = json.loads(arguments)
         spellings += [json.dumps(value, ensure_ascii=False), json.dumps(value)]
-    found = _found(text, spellings, at)
-    if found is None:
+    place = _found(text, spellings, at)
+    if place is None:
         return None
-    name = text.rfind(function["name"], at, found[0])
-    return (found[0] if name < 0 else name, found[1])
+    name = text.rfind(function["name"], at, place[0])
+    return (place[0] if name < 0 else name, place[1])
 
 
 def _result(text: str, content: str, at: int) -> Span | None:
@@ -154,5 +154,5 @@ def _behind(span: Span | None, at: int) -> int:
 
 def _joined(spans: Sequence[Span | None]) -> Span | None:
     """From the first to the last, which follow one another; None where there is none, or one was not found."""
-    found = [span for span in spans if span]
-    return (found[0][0], found[-1][1]) if found and len(found) == len(spans) else None
+    known = [span for span in spans if span]
+    return (known[0][0], known[-1][1]) if known and len(known) == len(spans) else None

@@ -5,6 +5,7 @@ stored files   -> which of their tokens are the answer, the tool calls and the t
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -65,9 +66,9 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
     if not config.collect_activations:
         raise EvalError(f"{directory} recorded no activations: run the evaluation with --collect-activations")
     left = dict.fromkeys(LEFT_OUT, 0)
-    found = list(_labelled(directory, turns, left))
-    why_no_spans = _read_spans(directory, found, config.rule)
-    return tabled([one.row for one in found], COLUMNS, left, rule=config.rule, why_no_spans=why_no_spans)
+    entries = list(_labelled(directory, turns, left))
+    why_no_spans = _read_spans(directory, entries, config.rule)
+    return tabled([entry.row for entry in entries], COLUMNS, left, rule=config.rule, why_no_spans=why_no_spans)
 
 
 def tabled(
@@ -75,7 +76,8 @@ def tabled(
 ) -> pa.Table:
     """Rows as a table, with what they have beside some columns as labels, each of one type.
 
-    `C` and `I`, inspect_ai's grades, are true and false in a column without other texts.
+    `C` and `I`, inspect_ai's grades, are true and false in a column without other texts, and texts that are all numbers
+    are numbers.
 
     Args:
         rows: by column.
@@ -91,7 +93,20 @@ def tabled(
     return table.replace_schema_metadata({"labels": json.dumps({"labels": labels, "left_out": left} | facts)})
 
 
+def as_number(text: str) -> int | float | None:
+    """The number that a text is in JSON, a whole one as int; None if it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
+        return None
+    return int(value) if value == int(value) else value
+
+
 def _label(values: list[Any]) -> pa.Array:
+    if all(as_number(value) is not None for value in values if isinstance(value, str)):
+        values = [as_number(value) if isinstance(value, str) else value for value in values]
     if {value for value in values if isinstance(value, str)} <= GRADES.keys():
         values = [GRADES.get(value, value) if isinstance(value, str) else value for value in values]
     kinds = {type(value) for value in values if value is not None}
@@ -150,9 +165,9 @@ def stored(session_id: str, run: dict[str, Any], prompt_tokens: int = 0) -> dict
     }
 
 
-def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> str | None:
+def _read_spans(directory: Path, entries: Sequence[_Labelled], rule: Rule) -> str | None:
     """Writes into the rows the spans that stored files say; gives the reason where some are not known."""
-    first = next((one.row for one in found if one.row["uri"]), None)
+    first = next((entry.row for entry in entries if entry.row["uri"]), None)
     if first is None:
         return "no answer says where its activations are stored"
     try:
@@ -164,13 +179,13 @@ def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> str 
     except (OSError, ValueError) as error:
         return str(error)
     without_text = 0
-    for row, sample, turn in found:
+    for row, sample, turn in entries:
         if row["run_id"] not in places:
             continue
         run = next(whole_runs(*places[row["run_id"]]))
         without_text += run.facts.text is None
         row |= {f"span.{name}": span for name, span in spans_of(run, sample, turn, rule).items()}
-    lacking = sum(one.row["run_id"] not in places for one in found)
+    lacking = sum(entry.row["run_id"] not in places for entry in entries)
     reasons = [f"{lacking} runs are not in {folder}"] * bool(lacking)
     reasons += [f"{without_text} runs were stored without their text"] * bool(without_text)
     return "; ".join(reasons) or None

@@ -31,17 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     restrict(args.out)
     rule = Rule(args.magnitude, args.layers, args.positions)
     try:
-        found = census(args.store or home() / "activations", args.session, args.points, rule)
+        result = census(args.store or home() / "activations", args.session, args.points, rule)
         args.out.mkdir(parents=True, exist_ok=True)
-        write_json(args.out / "outliers.json", found)
-        context = {"found": found, "most_rows": MOST_ROWS, "cells": _cells(found)}
+        write_json(args.out / "outliers.json", result)
+        context = {"found": result, "most_rows": MOST_ROWS, "cells": _cells(result)}
         write_whole(args.out / NAME, template("outliers.html.jinja").render(context))
     except (EvalError, ValueError, OSError) as error:
         print(f"evals.outliers: {error}", file=sys.stderr)
         return 2
-    outliers = [str(one["feature"]) for one in found["features"]]
-    print(f"{found['tokens']:,} tokens of {found['runs']:,} runs, {len(found['layers'])} layers recorded")
-    print(f"outlier features: {len(outliers)} of {found['width']}" + (f" ({some(outliers)})" if outliers else ""))
+    outliers = [str(outlier["feature"]) for outlier in result["features"]]
+    print(f"{result['tokens']:,} tokens of {result['runs']:,} runs, {len(result['layers'])} layers recorded")
+    print(f"outlier features: {len(outliers)} of {result['width']}" + (f" ({some(outliers)})" if outliers else ""))
     print(args.out / NAME)
     return 0
 
@@ -84,9 +84,9 @@ def _share(text: str) -> float:
     return value
 
 
-def _cells(found: Record) -> list[tuple[int, int, float, float]]:
+def _cells(result: Record) -> list[tuple[int, int, float, float]]:
     """The squares of the map: column, row, value, and opacity by the value's logarithm."""
-    shown = found["map"]["largest"]
+    shown = result["map"]["largest"]
     places = [(x, y, value) for y, row in enumerate(shown) for x, value in enumerate(row) if value]
     if not places:
         return []

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.reader.row_index import RowIndex, index_rows
 from deployments.activations.reader.row_reader import RowReader
-from deployments.activations.reader.selection import by_schema
-from deployments.activations.reader.sources import segments
+from deployments.activations.reader.sources import by_schema, segments
 from deployments.activations.segments.schema import file_info, point_types
 from deployments.activations.segments.segments import whole_runs
 from deployments.points.names import recorded
@@ -124,7 +123,7 @@ def census(
     shares = (by_layer > 0).mean(axis=0), counts.positions / counts.rows
     often = np.flatnonzero(counts.positions)
     often = often[np.lexsort((often, -by_layer.max(axis=0)[often], -counts.positions[often]))]
-    found = [
+    outliers = [
         {
             "feature": feature,
             "layers": layers[by_layer[:, feature] > 0].tolist(),
@@ -147,7 +146,7 @@ def census(
         "tokens": counts.rows,
         "tokens_not_finite": len(index) - counts.rows,
         "thresholds": rule._asdict(),
-        "features": found,
+        "features": outliers,
         "map": {
             "of": len(often),
             "features": shown.tolist(),
@@ -195,11 +194,11 @@ def _chosen(modules: Mapping[str, str], points: Sequence[str] | None, session: s
             return {name for pattern in points for name in recorded([pattern], modules, layers)}
         except ValueError as error:
             raise EvalError(f"--points, session {session}: {error}") from error
-    found = {name for name, module in modules.items() if INPUTS.fullmatch(name) or INPUTS.fullmatch(module)}
-    if not found:
+    inputs = {name for name, module in modules.items() if INPUTS.fullmatch(name) or INPUTS.fullmatch(module)}
+    if not inputs:
         usual = "none of the inputs of projections (docs/outliers.md says how to record them)"
         raise EvalError(f"--session {session}: it recorded {usual}; there is {some(modules)}: name some by --points")
-    return found
+    return inputs
 
 
 def _where(index: RowIndex, reader: RowReader, names: Sequence[str], counts: _Counts, feature: int) -> Record:
@@ -207,12 +206,12 @@ def _where(index: RowIndex, reader: RowReader, names: Sequence[str], counts: _Co
     point = int(counts.largest[:, feature].argmax())
     row = counts.row[point, [feature]]
     read, block = reader.take(row), int(index.starts.searchsorted(row[0], side="right")) - 1
-    run = load(index.paths[index.file[block]], index.runs[int(read.run[0])].run_id, [names[point]])
+    run = read_run(index.paths[index.file[block]], index.runs[int(read.run[0])].run_id, [names[point]])
     position, token = int(read.position[0]), None
     text, offsets = run.facts.text, run.text_offsets
     if text is not None and offsets is not None:
         begins = dict(zip(run.positions.tolist(), offsets.tolist(), strict=True))
         end = len(text) if position + 1 == run.facts.tokens else begins.get(position + 1)
         token = None if end is None else text[begins[position] : end]
-    found = {"point": names[point], "run_id": run.facts.run_id, "position": position}
-    return found | {"token_id": int(read.token_id[0]), "token": token}
+    place = {"point": names[point], "run_id": run.facts.run_id, "position": position}
+    return place | {"token_id": int(read.token_id[0]), "token": token}

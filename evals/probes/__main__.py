@@ -61,7 +61,9 @@ def render(document: dict[str, Any]) -> str:
         + ", ".join(others),
         f"probe at {own['point']}, tokens {own['tokens']}, {own['method']}; chosen in the folds: {_chosen(own)}",
     ]
-    lines += [f"on {one['session']}: AUROC {one['auroc']:.3f}, {_bounds(one)}" for one in document["transfer"]]
+    lines += [f"on {test['session']}: AUROC {test['auroc']:.3f}, {_bounds(test)}" for test in document["transfer"]]
+    if left := [f"{count} {reason}" for reason, count in document["left_out"].items()]:
+        lines.append(f"runs left out: {', '.join(left)}")
     return "\n".join([*lines, *own["faults"]])
 
 
@@ -72,7 +74,7 @@ def _bounds(figures: dict[str, Any]) -> str:
 
 
 def _chosen(own: dict[str, Any]) -> str:
-    return ", ".join(one["point"] for one in own["chosen"])
+    return ", ".join(choice["point"] for choice in own["chosen"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from sklearn.model_selection import PredefinedSplit, cross_val_predict
 from sklearn.pipeline import make_pipeline, make_union
 from sklearn.preprocessing import StandardScaler
 
-from evals.probes.examples import Example, RowPlace
+from evals.probes.examples import Example
 from evals.probes.fits import FitJob, nested, select
 
 _C = (1.0, 100.0)
@@ -36,7 +36,7 @@ def text(job: FitJob, runs: Sequence[Example], tokens: str) -> Baseline:
     """
     if missing := sum(run.text is None for run in runs):
         return Baseline(None, f"{missing} of {len(runs)} runs were stored without their text")
-    texts = np.array([_read(run, run.at[tokens]) for run in runs], dtype=object)
+    texts = np.array([run.read(tokens) for run in runs], dtype=object)
     if not any(map(str.strip, texts)):
         return Baseline(None, "the text before the tokens is empty or white space")
 
@@ -50,11 +50,6 @@ def text(job: FitJob, runs: Sequence[Example], tokens: str) -> Baseline:
         return np.stack([model.decision_function(rows) for model in models], axis=1)
 
     return Baseline(select(nested(job.folds, fit), job.positive, job.folds).held_out)
-
-
-def _read(run: Example, place: RowPlace) -> str:
-    """The text up to the last token that a probe reads; in place of that token its id, where its text is not known."""
-    return (run.text or "")[: place.characters] + (f" {place.token_id}" if place.cut else "")
 
 
 def length(job: FitJob, runs: Sequence[Example], tokens: str) -> Baseline:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,14 +15,13 @@ import numpy as np
 
 from deployments.activations.facts import PointType, RunInfo
 from deployments.activations.reader.row_index import RowIndex, index_rows
-from deployments.activations.reader.selection import Wanted, by_schema, select
-from deployments.activations.reader.sources import segments
+from deployments.activations.reader.sources import Wanted, by_schema, segments, select
 from deployments.activations.segments.schema import file_info, point_types
-from deployments.activations.segments.segments import WholeRun
+from deployments.activations.segments.segments import RunBatches
 from deployments.options import home
 from deployments.points.names import recorded
 from evals.config import EvalError
-from evals.probes.labels import NAMED, RunLabels, Source, classes, from_evaluation, from_file, from_tags
+from evals.probes.labels import NAMED, RunLabels, Source, classes, from_evaluation, from_file, from_tags, label_text
 from evals.probes.sweep_options import Options
 from evals.probes.token_columns import TokenColumn
 
@@ -34,7 +34,18 @@ class Example(NamedTuple):
     label: str  # its label
     group: str  # its group; its own id without groups
     text: str | None  # prompt and generated text; None where it was not stored
+    prompt: str | None  # the hash of its messages; None where they are not known
     at: dict[str, RowPlace]  # by choice of tokens, which of the run's stored rows it means
+
+    def read(self, tokens: str) -> str:
+        """The text up to the last token that a probe reads, by its id where its text is not known.
+
+        Without a text, what is equal for equal prompts.
+        """
+        place = self.at[tokens]
+        if self.text is None:
+            return f"{self.prompt or self.run_id} {place.tokens}"
+        return self.text[: place.characters] + (f" {place.token_id}" if place.cut else "")
 
 
 class RowPlace(NamedTuple):
@@ -66,8 +77,17 @@ class Examples:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """Each example's group by number, `[n]`."""
-        return np.unique([run.group for run in self.runs], return_inverse=True)[1]
+        """Each example's group by number, `[n]`; groups in which a probe reads the same text are one."""
+        same = [[run.group for run in self.runs], *([run.read(name) for run in self.runs] for name in self.ranges)]
+        columns = [np.unique(column, return_inverse=True)[1] for column in same]
+        groups, before = columns[0], None
+        while before is None or (groups != before).any():
+            before = groups
+            for column in columns:
+                least = np.full(len(column), len(groups))
+                np.minimum.at(least, column, groups)
+                groups = least[column]
+        return np.unique(groups, return_inverse=True)[1]
 
     @property
     def group_count(self) -> int:
@@ -87,7 +107,7 @@ def load(given: Options) -> tuple[Examples, list[Examples]]:
         EvalError: The stored runs or their labels do not allow it.
         OSError: The disk refuses.
     """
-    data = _load(given, given.session or "", given.positive, given.points)
+    data = _load(given, given.session or "", label_text(given.positive), given.points)
     tests = [_load_test(given, session, data) for session in given.test_sessions]
     if unused := data.unused.intersection(*(test.unused for test in tests)):
         data.left_out["are rows of labels without a stored run"] = len(unused)
@@ -157,15 +177,18 @@ def find(
     except (FileNotFoundError, ValueError) as error:
         raise EvalError(f"--session {session}: {error}") from error
     (model, revision), names = _points(files, session, points)
-    runs, lacking = list[Example](), defaultdict[str, list[str]](list)
+    by_request, lacking = dict[str, Example](), defaultdict[str, list[str]](list)
+    repeated = list[tuple[Example, Example]]()
     for chosen in select(files, Wanted(session)):
         if (row := source.of(chosen.facts)) is None:
             continue
         example = _example(chosen, row, names, tokens, grouped)
         if isinstance(example, str):
             lacking[example].append(chosen.facts.run_id)
-        else:
-            runs.append(example)
+        elif (first := by_request.setdefault(_request(chosen.facts, source.tags), example)) is not example:
+            repeated.append((first, example))
+    _check_labels(session, repeated)
+    runs = list(by_request.values())
     if not runs and not lacking:
         raise EvalError(f"--session {session}: none of its runs has a label")
     if lacking and not (skip_missing and runs):
@@ -176,9 +199,29 @@ def find(
         raise EvalError(f"--session {session}: {_lacks(lacking, len(runs))}{advice}")
     index = index_rows(store, names, session=session, runs=[run.run_id for run in runs])
     left_out = {reason: len(ids) for reason, ids in lacking.items()}
+    left_out |= {"repeat the prompt and sample of another run": len(repeated)} if repeated else {}
     label, is_positive = classes([run.label for run in runs], positive)
     ranges = _ranges(index, runs, tokens)
     return Examples(session, model, revision, names, runs, ranges, index, left_out, source.unused, label, is_positive)
+
+
+def _request(facts: RunInfo, labels: Collection[str]) -> str:
+    """What runs have in common that repeat one another; `labels` are tags that may differ."""
+    text = facts.text
+    if text is None:
+        text = facts.messages_hash if facts.tokens == facts.prompt_tokens else facts.run_id
+    tags = sorted(item for item in facts.tags.items() if item[0] not in labels)
+    return json.dumps([facts.sample_id, text or facts.run_id, tags, facts.interventions])
+
+
+def _check_labels(session: str, repeated: Sequence[tuple[Example, Example]]) -> None:
+    """Refuse runs that repeat another one with another label."""
+    if unequal := [pair for pair in repeated if pair[0].label != pair[1].label]:
+        listed = "; ".join(" and ".join(f"{run.run_id} {run.label!r}" for run in pair) for pair in unequal[:NAMED])
+        raise EvalError(
+            f"--session {session}: {len(unequal)} runs repeat the prompt and sample of another run with another "
+            f"label ({listed}): delete the wrong ones, or name samples by sample_id"
+        )
 
 
 def _lacks(lacking: Mapping[str, Sequence[str]], others: int) -> str:
@@ -225,7 +268,7 @@ def by_site(name: str) -> tuple[str, int, str]:
 
 
 def _example(
-    chosen: WholeRun, row: RunLabels, points: Sequence[str], tokens: Sequence[TokenColumn], grouped: bool
+    chosen: RunBatches, row: RunLabels, points: Sequence[str], tokens: Sequence[TokenColumn], grouped: bool
 ) -> Example | str:
     """A run as an example, or what it lacks."""
     facts = chosen.facts
@@ -251,6 +294,7 @@ def _example(
         row.label,
         row.group if grouped and row.group is not None else facts.run_id,
         facts.text,
+        facts.messages_hash,
         places,
     )
 
@@ -266,7 +310,7 @@ def _rows(choice: TokenColumn, facts: RunInfo, row: RunLabels, positions: np.nda
     return (first, end) if end - first == wanted[1] - wanted[0] > 0 else None
 
 
-def _column(chosen: WholeRun, name: str) -> np.ndarray:
+def _column(chosen: RunBatches, name: str) -> np.ndarray:
     parts = [batch[name].to_numpy(zero_copy_only=False) for batch in chosen.batches]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -26,7 +26,7 @@ def features(index: RowIndex, point: str, ranges: np.ndarray) -> np.ndarray:
     """
     reader = RowReader(_only(index, point))
     counts = ranges[:, 1] - ranges[:, 0]
-    found = np.empty((len(ranges), *index.columns[point].shape), dtype=np.float32)
+    means = np.empty((len(ranges), *index.columns[point].shape), dtype=np.float32)
     first = 0
     while first < len(ranges):
         ends = np.cumsum(counts[first : first + _ROWS])
@@ -35,11 +35,11 @@ def features(index: RowIndex, point: str, ranges: np.ndarray) -> np.ndarray:
         starts = np.cumsum(size) - size
         rows = np.repeat(ranges[first:end, 0] - starts, size) + np.arange(size.sum())
         values = reader.take(rows).points[point].float().numpy()
-        found[first:end] = np.add.reduceat(values, starts, axis=0) / size[:, None]
+        means[first:end] = np.add.reduceat(values, starts, axis=0) / size[:, None]
         first = end
-    if bad := int((~np.isfinite(found).all(axis=1)).sum()):
-        raise EvalError(f"--points {point}: {bad} of {len(found)} examples have values that are not finite")
-    return found
+    if bad := int((~np.isfinite(means).all(axis=1)).sum()):
+        raise EvalError(f"--points {point}: {bad} of {len(means)} examples have values that are not finite")
+    return means
 
 
 def _only(index: RowIndex, point: str) -> RowIndex:

@@ -23,8 +23,9 @@ def split(positive: np.ndarray, groups: np.ndarray, count: int, seed: int, group
     """
     if count < 3:
         raise EvalError(f"--folds {count}: nested cross-validation needs at least 3")
-    if (there := len(np.unique(groups))) < 2 * count:
-        raise EvalError(f"--group: {there} groups for {count} folds; each fold needs at least 2")
+    if (distinct := len(np.unique(groups))) < 2 * count:
+        many = f"{distinct} groups for {count} folds, where groups with equal prompts are one"
+        raise EvalError(f"--group: {many}; each fold needs at least 2")
     if (few := min(positive.sum(), (~positive).sum())) < count:
         raise EvalError(f"--label: {few} examples of the smaller class are too few for {count} folds: use fewer folds")
     kind, by = (StratifiedGroupKFold, groups) if grouped else (StratifiedKFold, None)
@@ -54,10 +55,10 @@ def permuted(positive: np.ndarray, groups: np.ndarray, names: np.ndarray, count:
     random = np.random.default_rng(seed)
     order = np.lexsort((names, groups))
     members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
-    found = np.empty((count, len(positive)), dtype=bool)
-    for labeling in found:
+    labelings = np.empty((count, len(positive)), dtype=bool)
+    for labeling in labelings:
         for rows, source in zip(members, random.permutation(len(members)), strict=True):
             labeling[rows] = np.resize(positive[members[source]], len(rows))
         for rows in members:
             labeling[rows] = random.permutation(labeling[rows])
-    return found
+    return labelings

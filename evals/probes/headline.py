@@ -47,19 +47,19 @@ def choose(job: FitJob, outcomes: Sequence[Outcome]) -> Headline:
         outcomes: Of every point, choice of tokens and method; the first of equally good ones is chosen.
     """
     count = int(job.folds.max()) + 1
-    winners = [max(outcomes, key=lambda one: float(one.selected.inner[fold])) for fold in range(count)]
+    winners = [max(outcomes, key=lambda outcome: float(outcome.selected.inner[fold])) for fold in range(count)]
     scores, probabilities = np.empty((2, len(job.positive)))
-    for fold, one in enumerate(winners):
+    for fold, outcome in enumerate(winners):
         rows = job.folds == fold
-        scores[rows], probabilities[rows] = one.selected.held_out[rows], one.selected.probabilities[rows]
-    best = max(outcomes, key=lambda one: one.selected.score)
+        scores[rows], probabilities[rows] = outcome.selected.held_out[rows], outcome.selected.probabilities[rows]
+    best = max(outcomes, key=lambda outcome: outcome.selected.score)
     final = _choice(job, best, best.selected.best)
     rows = features(job.index, final.point, job.ranges[final.tokens])
     return Headline(
-        choices=[_choice(job, one, int(one.selected.chosen[fold])) for fold, one in enumerate(winners)],
+        choices=[_choice(job, outcome, int(outcome.selected.chosen[fold])) for fold, outcome in enumerate(winners)],
         scores=scores,
         probabilities=probabilities,
-        null=np.mean([one.null[fold] for fold, one in enumerate(winners)], axis=0),
+        null=np.mean([outcome.null[fold] for fold, outcome in enumerate(winners)], axis=0),
         final=final,
         probe=Standardized(rows, np.ones(len(rows), dtype=bool)).probe(final.method, job.positive, final.c or 1.0),
         calibration=best.selected.calibration,
@@ -81,7 +81,7 @@ def summary(job: FitJob, headline: Headline) -> dict[str, Any]:
         | {
             "balanced_accuracy": float(balanced_accuracy_score(job.positive, headline.probabilities > 0.5)),
             "brier": float(brier_score_loss(job.positive, headline.probabilities)),
-            "chosen": [{"fold": fold} | one._asdict() for fold, one in enumerate(headline.choices)],
+            "chosen": [{"fold": fold} | choice._asdict() for fold, choice in enumerate(headline.choices)],
             "reasons": reasons,
         }
         | control(headline.null)
@@ -106,13 +106,13 @@ def selectivity(job: FitJob, headline: Headline, types: np.ndarray, seed: int) -
     Returns:
         `selectivity` and `control_accuracy` (a median), and `reasons` if they are null.
     """
-    there, of = np.unique(types, return_inverse=True)
+    distinct, of = np.unique(types, return_inverse=True)
     reason = None if len(job.permuted) else "no permutations"
-    if len(there) < TYPES:
-        reason = f"the examples end in {len(there)} types of tokens; a control task needs {TYPES}"
+    if len(distinct) < TYPES:
+        reason = f"the examples end in {len(distinct)} types of tokens; a control task needs {TYPES}"
     if reason:
         return {"selectivity": None, "control_accuracy": None, "reasons": {"selectivity": reason}}
-    draws = np.random.default_rng(seed).random((len(job.permuted), len(there)))
+    draws = np.random.default_rng(seed).random((len(job.permuted), len(distinct)))
     labels = (draws < job.positive.mean())[:, of].T  # [n, p]
     right = np.empty(labels.shape, dtype=bool)
     for fold, choice in enumerate(headline.choices):
@@ -120,8 +120,8 @@ def selectivity(job: FitJob, headline: Headline, types: np.ndarray, seed: int) -
         space, c = Standardized(rows, ~held_out), np.full(labels.shape[1], choice.c or 1.0)
         right[held_out] = (space.scores(choice.method, labels, c)[held_out] > 0) == labels[held_out]
     accuracy = float(np.mean((headline.scores > 0) == job.positive))
-    found = float(np.median(right.mean(axis=0)))
-    return {"selectivity": accuracy - found, "control_accuracy": found}
+    baseline = float(np.median(right.mean(axis=0)))
+    return {"selectivity": accuracy - baseline, "control_accuracy": baseline}
 
 
 def transferred(given: Options, data: Examples, headline: Headline, test: Examples) -> dict[str, Any]:

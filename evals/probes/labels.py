@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from deployments.activations.facts import RunInfo
 from evals.config import EvalError
 from evals.labels import inspect_log
-from evals.labels.table import labelled
+from evals.labels.table import as_number, labelled
 from evals.results.transfer import files_of
 from evals.task.problems import json_lines
 
@@ -42,6 +42,7 @@ class Source:
 
     of: Callable[[RunInfo], RunLabels | None]  # A run's; None where it is none of the examples
     unused: set[str] = field(default_factory=set)  # names of the rows for which no run was asked yet
+    tags: Collection[str] = ()  # names of the tags that it reads
 
 
 def from_tags(label: str, group: str | None) -> Source:
@@ -51,7 +52,11 @@ def from_tags(label: str, group: str | None) -> Source:
         label: A tag's name.
         group: A tag's name; None without groups.
     """
-    return Source(lambda run: RunLabels(run.tags.get(label), run.tags.get(group) if group else None, {}))
+
+    def of(run: RunInfo) -> RunLabels:
+        return RunLabels(label_text(run.tags.get(label)), run.tags.get(group) if group else None, {})
+
+    return Source(of, tags=(label, *([group] if group else [])))
 
 
 def from_evaluation(
@@ -117,16 +122,23 @@ def from_file(path: Path, label: str, group: str | None, spans: Collection[str])
     key = "run_id" if "run_id" in names else "id"
     wanted = [key, label, *(f"span.{name}" for name in spans)]
     if missing := [name for name in wanted if name not in names]:
-        there = ", ".join(sorted(names)) or "none"
-        raise EvalError(f"--labels {path}: no column {missing[0]!r}; there is {there}")
+        listed = ", ".join(sorted(names)) or "none"
+        raise EvalError(f"--labels {path}: no column {missing[0]!r}; there is {listed}")
     return _joined(rows, key, label, group if group in names else None, spans, tag=group)
 
 
 def text(value: Any) -> str | None:
-    """A label's value as a string: true for a bool, numbers as JSON writes them; None where there is none."""
+    """A value as a string: true for a bool, numbers as JSON writes them; None where there is none."""
     if value is None or value == "":
         return None
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def label_text(value: Any) -> str | None:
+    """A label's value as `text`, equal numbers alike: the tag `1`, the cell `1.0` and the number 1 are one label."""
+    written = text(value)
+    value = None if written is None else as_number(written)
+    return written if value is None else json.dumps(value)
 
 
 def classes(values: Sequence[str], positive: str | None) -> tuple[str, np.ndarray]:
@@ -151,7 +163,8 @@ def classes(values: Sequence[str], positive: str | None) -> tuple[str, np.ndarra
         )
     if positive is not None and positive not in counts:
         raise EvalError(f"--positive {positive!r}: no example has this label; there are {listed}")
-    chosen = positive or next((value for value in sorted(counts) if value.lower() in _TRUE), max(counts))
+    last = max(counts, key=lambda value: (as_number(value) or 0, value))  # of texts the last, of numbers the largest
+    chosen = positive or next((value for value in sorted(counts) if value.lower() in _TRUE), last)
     return chosen, np.array([value == chosen for value in values])
 
 
@@ -186,25 +199,25 @@ def _joined(
     tag: str | None = None,
     missing: RunLabels | None = NO_LABELS,
 ) -> Source:
-    found, unused = dict[str, RunLabels](), set[str]()
+    labels, unused = dict[str, RunLabels](), set[str]()
     repeated = 0
     for number, row in enumerate(rows, 1):
         at = {name: _span(f"span.{name}", span) for name in spans if (span := row.get(f"span.{name}"))}
         name = text(row.get(key))
-        repeated += name in found
+        repeated += name in labels
         unused.add(f"row {number}, without {key}" if name is None else name)
         if name is not None:
-            found[name] = RunLabels(text(row.get(label)), text(row.get(group)) if group else None, at)
+            labels[name] = RunLabels(label_text(row.get(label)), text(row.get(group)) if group else None, at)
     if repeated:
         raise EvalError(f"--labels: {repeated} rows repeat the {key} of another row")
 
     def of(run: RunInfo) -> RunLabels | None:
         name = run.run_id if key == "run_id" else run.sample_id or ""
         unused.discard(name)
-        row = found.get(name, missing)
+        row = labels.get(name, missing)
         return row if row is None or group or not tag else row._replace(group=run.tags.get(tag))
 
-    return Source(of, unused)
+    return Source(of, unused, (tag,) if tag else ())
 
 
 def _span(column: str, value: Any) -> tuple[int, int]:

@@ -39,14 +39,14 @@ class Result(NamedTuple):
     @property
     def headline(self) -> dict[str, Any]:
         """The figures of the procedure that chooses layer, tokens, method and C inside the folds."""
-        found: dict[str, Any] = self.document["headline"]
-        return found
+        figures: dict[str, Any] = self.document["headline"]
+        return figures
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The sweep: a row for each point, choice of tokens and method."""
-        found: list[dict[str, Any]] = self.document["rows"]
-        return found
+        figures: list[dict[str, Any]] = self.document["rows"]
+        return figures
 
 
 def sweep(**options: Any) -> Result:
@@ -62,7 +62,8 @@ def sweep(**options: Any) -> Result:
     started = time.monotonic()
     given = Options(**options)
     data, tests = load(given)
-    folds = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
+    grouped = given.group_column is not None or data.group_count < len(data.runs)
+    folds = split(data.positive, data.groups, given.folds, given.seed, grouped)
     shuffled = permuted(data.positive, data.groups, data.names, given.permutations, given.seed)
     c = tuple(sorted(set(given.c)))
     job = FitJob(data.index, data.ranges, data.positive, folds, shuffled, tuple(given.methods), c)
@@ -71,22 +72,22 @@ def sweep(**options: Any) -> Result:
     texts, lengths = (
         {name: of(job, data.runs, name) for name in data.ranges} for of in (baselines.text, baselines.length)
     )
-    found = document(given, data, job, outcomes, headline, texts, lengths)
+    contents = document(given, data, job, outcomes, headline, texts, lengths)
     if given.group_column is None:
         types = np.array([run.at[given.choices[0].name].token_id for run in data.runs])
         task = selectivity(job, headline, types, given.seed)
-        found["headline"]["reasons"] |= task.pop("reasons", {})
-        found["headline"] |= task
-    found["transfer"] = [transferred(given, data, headline, test) for test in tests]
-    found["seconds"] = round(time.monotonic() - started, 3)
+        contents["headline"]["reasons"] |= task.pop("reasons", {})
+        contents["headline"] |= task
+    contents["transfer"] = [transferred(given, data, headline, test) for test in tests]
+    contents["seconds"] = round(time.monotonic() - started, 3)
     tensors = _tensors(headline)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        write_json(given.out / "probes.json", found)
-        save_file(tensors, part := given.out / f"{given.probe_name}.safetensors.part", _metadata(given, found))
+        write_json(given.out / "probes.json", contents)
+        save_file(tensors, part := given.out / f"{given.probe_name}.safetensors.part", _metadata(given, contents))
         part.replace(part.with_suffix(""))
-        report_page.write(given.out, found, data)
-    return Result(found, tensors, given.out)
+        report_page.write(given.out, contents, data)
+    return Result(contents, tensors, given.out)
 
 
 def _probe(job: FitJob, points: Sequence[str]) -> list[Outcome]:
@@ -94,19 +95,19 @@ def _probe(job: FitJob, points: Sequence[str]) -> list[Outcome]:
     small = len(job.positive) * max(column.width for column in job.index.columns.values()) <= _SMALL
     workers = len(os.sched_getaffinity(0)) if small else 1
     with threadpool_limits(1 if small else None), ThreadPoolExecutor(workers) as pool:
-        found = pool.map(lambda point: probe_point(job, point), points)
+        results = pool.map(lambda point: probe_point(job, point), points)
         interval = 0.1 if sys.stderr.isatty() else 10
-        shown = tqdm(found, total=len(points), desc="points", unit="point", mininterval=interval)
+        shown = tqdm(results, total=len(points), desc="points", unit="point", mininterval=interval)
         return [outcome for outcomes in shown for outcome in outcomes]
 
 
 def _tensors(headline: Headline) -> dict[str, torch.Tensor]:
     """The probe file's tensors: `weight [1, hidden]`, `bias [1]`, `mean`, `std [hidden]`, `slope`, `offset [1]`."""
     probe, (slope, offset) = headline.probe, headline.calibration
-    found = {"weight": probe.weight[None], "bias": [probe.bias], "mean": probe.mean, "std": probe.std}
+    numbers = {"weight": probe.weight[None], "bias": [probe.bias], "mean": probe.mean, "std": probe.std}
     return {
         name: torch.from_numpy(np.array(value, dtype=np.float32))
-        for name, value in (found | {"slope": [slope], "offset": [offset]}).items()
+        for name, value in (numbers | {"slope": [slope], "offset": [offset]}).items()
     }
 
 
@@ -119,7 +120,7 @@ def _metadata(given: Options, document: dict[str, Any]) -> dict[str, str]:
         "point": headline["point"],
         "kind": "linear",
         "activation": "sigmoid",
-        "labels": json.dumps([document["positive"]]),
+        "labels": json.dumps([str(document["positive"])]),
         "tokens": headline["tokens"],
         "method": headline["method"],
         "description": (

@@ -39,7 +39,7 @@ def write(out: Path, document: Record, examples: Examples) -> None:
 
 def panels(rows: Sequence[Record]) -> list[Record]:
     """A chart for each site and choice of tokens: AUROC by layer, from 0 to 100 on both axes."""
-    found = []
+    charts = []
     drawn = [row[name] for row in rows for name in ("auroc", "auroc_low", "control_low", "text_auroc", "length_auroc")]
     low = min(0.4, np.floor(10 * min(value for value in drawn if value is not None)) / 10)
     y = Scale(low, 1.0, tuple(np.arange(round(10 * low), 11, 2 if low < 0.3 else 1) / 10))
@@ -55,7 +55,7 @@ def panels(rows: Sequence[Record]) -> list[Record]:
                 (x.at(i), _height(y, row["auroc"]), f"{row['point']}: {row['auroc']:.3f}") for i, row in enumerate(own)
             ]
             methods[method] = {"dots": dots, "band": _area(own, points, x, y, "auroc_low", "auroc_high")}
-        found.append(
+        charts.append(
             {
                 "title": re.sub(r"^layers\.?", "", site) or ", ".join(points),
                 "tokens": tokens,
@@ -68,7 +68,7 @@ def panels(rows: Sequence[Record]) -> list[Record]:
                 "ticks": [(100 - y.at(tick), tick) for tick in y.ticks],
             }
         )
-    return found
+    return charts
 
 
 def _area(rows: Sequence[Record], points: Sequence[str], x: Scale, y: Scale, low: str, high: str) -> str:
@@ -96,6 +96,10 @@ def _layer(point: str) -> str:
 def _wrong(document: Record, examples: Examples) -> list[Record]:
     """The examples of whose wrong class the probe is most certain, each with the end of its text."""
     texts = {run.run_id: (run.text or "")[-_CHARACTERS:] for run in examples.runs}
-    wrong = [one for one in document["scores"] if (one["probability"] > 0.5) != (one["label"] == document["positive"])]
-    wrong.sort(key=lambda one: -abs(one["probability"] - 0.5))
-    return [one | {"text": texts[one["run_id"]]} for one in wrong[:_SHOWN]]
+    wrong = [
+        score
+        for score in document["scores"]
+        if (score["probability"] > 0.5) != (score["label"] == document["positive"])
+    ]
+    wrong.sort(key=lambda score: -abs(score["probability"] - 0.5))
+    return [score | {"text": texts[score["run_id"]]} for score in wrong[:_SHOWN]]

@@ -9,7 +9,7 @@ from deployments.permissions import restrict
 from evals.config import EvalError
 from evals.report.comparison import compare, load_runs
 from evals.report.comparison import render as side_by_side
-from evals.report.page import finished, write_report
+from evals.report.page import write_report
 from evals.report.screen import render
 
 
@@ -31,12 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     first: Path = args.directories[0]
     restrict(first)
     try:
-        found = compare(load_runs(args.directories)) if len(args.directories) > 1 else []
-        print(side_by_side(found) if found else render(finished(first), first))
-        print(write_report(first, [(of.title, of.pairs) for of in found]))
+        runs = load_runs(args.directories)
+        comparisons = compare(runs) if len(runs) > 1 else []
+        print(side_by_side(comparisons) if comparisons else render(runs[0].summary, first))
+        print(write_report(first, [(of.title, of.pairs) for of in comparisons]))
     except (EvalError, OSError) as error:
         print(f"evals.report: {error}", file=sys.stderr)
         return 2
+    compared = {name for of in comparisons for name, _ in of.rows}
+    for run in runs[1:]:
+        if run.name not in compared:
+            reason = f"it shares no condition with {runs[0].name}: it has {', '.join(run.summary['conditions'])}"
+            print(f"evals.report: {run.name} is not compared: {reason}", file=sys.stderr)
     return 0
 
 

@@ -39,10 +39,10 @@ def nice(value: float) -> float:
 
 def stacked(counts: dict[str, int]) -> list[tuple[str, float, float]]:
     """Kinds one beside the other: name, where it begins, how wide it is; from 0 to 100."""
-    total, at, found = sum(counts.values()) or 1, 0.0, []
+    total, at, parts = sum(counts.values()) or 1, 0.0, []
     for kind, count in counts.items():
         width = 100 * count / total
         if count:
-            found.append((kind, round(at, 3), round(width, 3)))
+            parts.append((kind, round(at, 3), round(width, 3)))
         at += width
-    return found
+    return parts

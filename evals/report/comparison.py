@@ -64,27 +64,27 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
         EvalError: they share no condition, and one of them has several.
     """
     conditions = [run.summary["conditions"] for run in runs]
-    found = [
+    comparisons = [
         _compared(key, [(run, key) for run in runs if key in run.summary["conditions"]])
         for key in conditions[0]
         if any(key in other for other in conditions[1:])
     ]
-    if not found:
+    if not comparisons:
         if any(len(each) != 1 for each in conditions):
             listed = "; ".join(f"{run.name} has {', '.join(run.summary['conditions'])}" for run in runs)
             raise EvalError(f"the evaluations share no condition with the first: {listed}")
         keys = [next(iter(each)) for each in conditions]
-        found = [_compared(" and ".join(keys), [*zip(runs, keys, strict=True)])]
-    pairs = [pair for of in found for _, pair in of.pairs]
+        comparisons = [_compared(" and ".join(keys), [*zip(runs, keys, strict=True)])]
+    pairs = [pair for of in comparisons for _, pair in of.pairs]
     for pair, p in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
         pair["p_holm"] = p
-    return found
+    return comparisons
 
 
-def render(found: Sequence[Comparison]) -> str:
+def render(comparisons: Sequence[Comparison]) -> str:
     """The comparison as aligned plain text."""
     lines = []
-    for of in found:
+    for of in comparisons:
         rows = [["", *heads(of.rule)], *([name, *columns(condition, of.rule)] for name, condition in of.rows)]
         pairs = [_difference(of.rows[0][0], name, pair) for name, pair in of.pairs]
         lines += [of.title, "", aligned(rows), "", aligned(pairs), ""]
@@ -108,10 +108,10 @@ def _correct(directory: Path, condition: Record, rule: Rule) -> dict[str, list[b
     its = (pc.field("mode") == condition["mode"]) & (pc.field("variant") == condition["variant"])
     answered = its & pc.field("correct").is_valid()
     table = pq.read_table(directory / "samples.parquet", columns=["id", f"correct_{rule}"], filters=answered)
-    found: dict[str, list[bool]] = {}
+    answers: dict[str, list[bool]] = {}
     for problem, correct in zip(*(column.to_pylist() for column in table.columns), strict=True):
-        found.setdefault(problem, []).append(correct)
-    return found
+        answers.setdefault(problem, []).append(correct)
+    return answers
 
 
 def _difference(a: str, b: str, pair: Record) -> list[str]:

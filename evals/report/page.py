@@ -5,25 +5,34 @@ data in it, opened sample by sample.
 """
 
 import base64
+import gzip
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pyarrow.parquet as pq
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from evals.config import EvalError
 from evals.report.charts import SHARES, around_zero, stacked
-from evals.report.page_data import blocks
-from evals.results.results import read_json
+from evals.results.results import TRAJECTORIES, read_json
 from evals.results.tally import OUTCOMES, unswept
 from evals.scoring import RULES
+from evals.task.trajectory import sample_key
 
 NAME = "report.html"
 EMBED_BYTES = 24 << 20  # of compressed trajectories
 PAGES = Path(__file__).parent / "pages"
+ROWS = 2000  # samples of a block of the table
+STEPS_BYTES = 128 << 10  # of trajectories, uncompressed, that are opened together
+MAX_TRAJECTORY = 1 << 20  # bytes of a trajectory that is still in the page
+QUESTION = 120  # characters of it that the table has
+COLUMNS = ["id", "mode", "variant", "epoch", "outcome", "gold", *RULES, "reward", "turns", "tool_calls"]
+COLUMNS += ["prompt_tokens", "completion_tokens", "latency_s", "question"]
+DETAILS = ("question", "error", "finish_reason", "session_id", "run_ids")
 
 Record = dict[str, Any]
 
@@ -122,3 +131,67 @@ def _differences(paired: list[Record], conditions: Record) -> list[tuple[str, st
             head = (f"{b['mode']} less {a['mode']}", "variant", f"{a['mode']} alone", f"{b['mode']} alone")
         tables.setdefault(head[0], (*head, []))[-1].append((b["variant"], pair))
     return list(tables.values())
+
+
+class Block(NamedTuple):
+    """JSON, gzipped, in base64. Of `table`, columns of samples; of `steps`, the trajectories of some by their keys."""
+
+    kind: str
+    number: int
+    text: str
+
+
+def blocks(directory: Path, embed_bytes: int) -> Iterator[Block]:
+    """All samples, and the trajectories of the first ones, in the order of their problems' ids, as many as fit.
+
+    In a table `block` is the number of the steps' block that has the sample's trajectory, or null.
+
+    Args:
+        directory: the results, with samples.parquet and trajectories.
+        embed_bytes: about the most that trajectories take in the page.
+    """
+    number, left = 0, embed_bytes
+    with pq.ParquetFile(directory / "samples.parquet") as file:
+        rewards = [name for name in file.schema_arrow.names if name.startswith("reward_")]
+        columns = [*dict.fromkeys([*COLUMNS, *DETAILS, *rewards])]
+        for table, batch in enumerate(file.iter_batches(batch_size=ROWS, columns=columns)):
+            rows = batch.to_pylist()
+            held: dict[str, Any] = {}
+            size = 0
+            for place, row in enumerate(rows, 1):
+                key = sample_key(row["id"], row["mode"], row["variant"], row["epoch"])
+                text = _read(directory / TRAJECTORIES / f"{key}.jsonl") if left > 0 else None
+                row["block"] = None if text is None else number
+                if text is not None:
+                    held[key] = _detail(row, text, rewards)
+                    size += len(text)
+                if held and (size >= STEPS_BYTES or place == len(rows)):
+                    yield (block := _block("steps", number, held))
+                    number, left, held, size = number + 1, left - len(block.text), {}, 0
+            yield _block("table", table, _columns(rows))
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8") if path.stat().st_size <= MAX_TRAJECTORY else None
+    except FileNotFoundError:
+        return None
+
+
+def _detail(row: dict[str, Any], text: str, rewards: list[str]) -> dict[str, Any]:
+    detail = {name: row[name] for name in DETAILS}
+    detail["rewards"] = {name.removeprefix("reward_"): row[name] for name in rewards}
+    detail["steps"] = [json.loads(line) for line in text.rstrip("\n").split("\n")]  # no other line break
+    return detail
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    columns = {name: [row[name] for row in rows] for name in (*COLUMNS, "block")}
+    columns["question"] = [question[:QUESTION] for question in columns["question"]]
+    columns["latency_s"] = [round(seconds, 4) for seconds in columns["latency_s"]]
+    return columns
+
+
+def _block(kind: str, number: int, content: Any) -> Block:
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return Block(kind, number, base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode())

@@ -21,8 +21,8 @@ def render(summary: dict[str, Any], directory: Path) -> str:
     lines += [_table(summary)]
     lines += ["", "by the other rules", "", _rules(summary)]
     plain = unswept(summary)
-    found = [pair for pair in summary["paired"] if pair["difference"] is not None and pair["b"] in plain]
-    if pairs := [_difference(pair) for pair in found]:
+    compared = [pair for pair in summary["paired"] if pair["difference"] is not None and pair["b"] in plain]
+    if pairs := [_difference(pair) for pair in compared]:
         lines += ["", "paired accuracy differences, in points", "", aligned(pairs)]
     lines += _sweep(summary)
     lines += _several(summary)
@@ -161,7 +161,7 @@ def not_stored(recorded: dict[str, Any]) -> str:
 
 def _loading(example: dict[str, str]) -> list[str]:
     return [
-        "from deployments.activations import load",
+        "from vitrine import load",
         f'run = load("{example["uri"]}", run_id="{example["run_id"]}")',
         f'print(run["{example["point"]}"].shape)',
     ]

@@ -59,10 +59,10 @@ def differences(earlier: Facts, now: Facts) -> list[str]:
         now: of the evaluation as it is to go on.
     """
     had, asked = earlier["config"], now["config"]
-    found = changed(had, asked, MAY_DIFFER | {"samples", "epochs"})
-    found += ["samples"] * (now["dataset"]["problems"] < earlier["dataset"]["problems"])
-    found += ["epochs"] * (asked["epochs"] < had["epochs"])
-    return found + [".".join(path) for path in FACTS if _at(earlier, path) != _at(now, path)]
+    names = changed(had, asked, MAY_DIFFER | {"samples", "epochs"})
+    names += ["samples"] * (now["dataset"]["problems"] < earlier["dataset"]["problems"])
+    names += ["epochs"] * (asked["epochs"] < had["epochs"])
+    return names + [".".join(path) for path in FACTS if _at(earlier, path) != _at(now, path)]
 
 
 def changed(earlier: Facts, now: Facts, free: Set[str] = MAY_DIFFER) -> list[str]:
@@ -111,15 +111,15 @@ def entry(config: Config) -> Facts:
     """The server's entry of the model; its id alone where there is none."""
     listed = ask_json(f"{config.base_url}/models", fails=is_closed) or {}
     entries = listed.get("data")
-    found = [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
-    return next((one for one in found if one.get("id") == config.model), {"id": config.model})
+    models = [model for model in entries if isinstance(model, dict)] if isinstance(entries, list) else []
+    return next((model for model in models if model.get("id") == config.model), {"id": config.model})
 
 
 def _at(facts: Facts, path: tuple[str, ...]) -> Any:
-    found: Any = facts
+    value: Any = facts
     for name in path:
-        found = found.get(name)
-    return found
+        value = value.get(name)
+    return value
 
 
 def _version(name: str) -> str | None:

@@ -28,32 +28,32 @@ def transfer(directory: Path, base_url: str, session_id: str) -> dict[str, Any]:
         session_id: the session.
 
     Returns:
-        `path` below the directory, which `deployments.activations.load` takes, and its `bytes`, `files` and `runs`.
+        `path` below the directory, which `vitrine.load` takes, and its `bytes`, `files` and `runs`.
 
     Raises:
         EvalError: the session could not be fetched. What came stays, and another call goes on.
     """
-    folder, said = (directory / FOLDER / name for name in (session_id, TRANSFER_FILE))
+    folder, summary = (directory / FOLDER / name for name in (session_id, TRANSFER_FILE))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        said.unlink(missing_ok=True)
-        there = transferred_runs(directory, session_id)
-        wait(_fetch(base_url, session_id, there, folder))
+        summary.unlink(missing_ok=True)
+        fetched = transferred_runs(directory, session_id)
+        wait(_fetch(base_url, session_id, fetched, folder))
     except (PullError, RequestFailed, OSError, ValueError, LookupError) as error:
         reason = str(error) or type(error).__name__
         raise EvalError(f"activations of session {session_id} were not all transferred: {reason}") from error
     sizes = [file.stat().st_size for file in folder.glob("*.arrow")]
     runs = len(transferred_runs(directory, session_id))
     path = folder.relative_to(directory).as_posix()
-    found = {"path": path, "bytes": sum(sizes), "files": len(sizes), "runs": runs}
-    write_json(said, found)
-    return found
+    record = {"path": path, "bytes": sum(sizes), "files": len(sizes), "runs": runs}
+    write_json(summary, record)
+    return record
 
 
-async def _fetch(base_url: str, session_id: str, there: set[str], folder: Path) -> None:
+async def _fetch(base_url: str, session_id: str, fetched: set[str], folder: Path) -> None:
     server = Transport(api_root(base_url), api_key(), TIMEOUT_S, max_outage=MAX_OUTAGE_S)
     try:
-        for piece in _pieces([run for run in await chosen(server, session_id) if run["run_id"] not in there]):
+        for piece in _pieces([run for run in await chosen(server, session_id) if run["run_id"] not in fetched]):
             with TemporaryDirectory(prefix=".piece-", dir=folder.parent) as unfinished:
                 await write(server, piece, Path(unfinished))
                 for file in Path(unfinished).iterdir():

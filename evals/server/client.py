@@ -45,12 +45,12 @@ class ChatClient(Transport):
                 raise
             self._limit = "max_completion_tokens"
             return await self.chat(body)
-        found = json_object(answer)
+        completion = json_object(answer)
         try:
-            found["choices"][0]["message"]["role"]
+            completion["choices"][0]["message"]["role"]
         except (TypeError, KeyError, IndexError) as error:
             raise RequestFailed(f"not a chat completion: {answer.text[:200]!r}") from error
-        return found | ({PRESET: answer.headers[PRESET]} if PRESET in answer.headers else {})
+        return completion | ({PRESET: answer.headers[PRESET]} if PRESET in answer.headers else {})
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of `/completions`. Raises as `chat`."""

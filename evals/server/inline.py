@@ -2,7 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,8 @@ import numpy as np
 from evals.activations_meta import points_of, runs_of, why_not_stored
 from evals.server.answers import RequestFailed
 from evals.server.client import ChatClient
-from evals.server.stored_runs import array_of, stored_run
-from vitrine.runs.fetching import named
+from vitrine.runs.fetching import named, run_bytes
+from vitrine.runs.rows import Run, of_files
 
 Record = dict[str, Any]
 Points = dict[str, Record]
@@ -39,44 +41,70 @@ async def sampled_values(client: ChatClient, metas: Sequence[Record | None], val
         there is nothing to give, `{"format": "sampled_tensor", "error"}`. A run that is not there is `{"error"}`; where
         the answer names none, it is called `turn-<number>`.
     """
-    found: dict[str, Record] = {}
+    sampled: dict[str, Record] = {}
     for turn, meta in enumerate(metas):
         runs = runs_of(meta or {})
         why = why_not_stored(meta)
         if why or meta is None:
-            found |= {name: {"error": why} for name in [run["run_id"] for run in runs] or [f"turn-{turn}"]}
+            sampled |= {name: {"error": why} for name in [run["run_id"] for run in runs] or [f"turn-{turn}"]}
             continue
         try:
             entries = await named(client, [run["run_id"] for run in runs])
         except RequestFailed as error:
-            found |= {run["run_id"]: {"error": str(error)} for run in runs}
+            sampled |= {run["run_id"]: {"error": str(error)} for run in runs}
             continue
         for run in runs:
             if run["run_id"] not in entries:
-                found[run["run_id"]] = {"error": "the server does not list it"}
+                sampled[run["run_id"]] = {"error": "the server does not list it"}
                 continue
             try:
-                found[run["run_id"]] = await _of_run(client, run, entries[run["run_id"]], values)
+                sampled[run["run_id"]] = await _of_run(client, run, entries[run["run_id"]], values)
             except RequestFailed as error:
-                found[run["run_id"]] = {"error": str(error)}
+                sampled[run["run_id"]] = {"error": str(error)}
             except UNREADABLE as error:
-                found[run["run_id"]] = {"error": f"it cannot be read: {type(error).__name__}: {error}"}
-    return found
+                sampled[run["run_id"]] = {"error": f"it cannot be read: {type(error).__name__}: {error}"}
+    return sampled
 
 
 async def _of_run(client: ChatClient, run: Record, entry: Record, values: int) -> Record:
     """The values of a run's points, in their order."""
     if (size := int(entry["bytes"])) > MOST_BYTES:
         return {"error": f"it has {size} bytes: sample it from its file"}
-    stored = await stored_run(client, entry)
-    found = Points()
+    stored = await _stored_run(client, entry)
+    by_point = Points()
     for name in points_of(run) or stored:
         try:
-            values_of = array_of(stored, name)
-            found[name] = _sample(values_of, stored.positions, stored.dtypes[name], run["run_id"], values)
+            values_of = _array_of(stored, name)
+            by_point[name] = _sample(values_of, stored.positions, stored.dtypes[name], run["run_id"], values)
         except UNREADABLE as error:
-            found[name] = {"format": "sampled_tensor", "error": f"{type(error).__name__}: {error}"}
-    return found
+            by_point[name] = {"format": "sampled_tensor", "error": f"{type(error).__name__}: {error}"}
+    return by_point
+
+
+async def _stored_run(client: ChatClient, entry: Mapping[str, Any]) -> Run:
+    """A run that the server lists; its values are read from a temporary file when they are used.
+
+    Raises:
+        RequestFailed: The server refuses, or does not answer.
+        ValueError: What it sends is none of Vitrine's files, or damaged.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".arrow") as file:
+        async for piece in run_bytes(client, [entry]):
+            file.write(piece)
+        file.flush()
+        (run,) = of_files(Path(file.name))  # mapped, so that it outlives the name
+    return run
+
+
+def _array_of(run: Run, point: str) -> np.ndarray:
+    """A point's values `[tokens, ...features]`; attention patterns are `[tokens, heads, widest]`, padded with zeros."""
+    rows = run[point]
+    if isinstance(rows, np.ndarray):
+        return rows
+    padded = np.zeros((len(rows), len(rows[0]), max(row.shape[1] for row in rows)), np.float32)
+    for to, row in zip(padded, rows, strict=True):
+        to[:, : row.shape[1]] = row
+    return padded
 
 
 def _sample(tensor: np.ndarray, positions: np.ndarray, dtype: str, run_id: str, values: int) -> dict[str, Any]:

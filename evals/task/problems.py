@@ -1,9 +1,9 @@
-"""Reading problems and choosing among them."""
+"""Reading problems and choosing among them, and worked examples."""
 
 import hashlib
 import heapq
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,12 @@ from huggingface_hub.errors import HfHubHTTPError
 from deployments.demo_model import PROBLEMS
 from evals.config import HUB_DATASET, Config, EvalError
 from evals.scoring import gold_number, strict_match
+from evals.task.prompts import Example
 from evals.task.trajectory import Problem
 
 SCHEMA = pa.schema([(name, pa.string()) for name in Problem._fields])
 BATCH = 1000  # problems
+EXAMPLES = Path(__file__).parents[1] / "few_shot.jsonl"
 
 
 class ProblemRow(NamedTuple):
@@ -51,6 +53,36 @@ def load_problems(config: Config) -> pa.Table:
     if not table.num_rows:
         raise EvalError(f"{path} has no problems")
     return table
+
+
+def load_few_shot(config: Config, asked: Container[str]) -> list[Example]:
+    """The examples of an evaluation, in their file's order, without those that are among the problems.
+
+    All of the file that `few_shot` names; else as many as it says, of the train split of `openai/gsm8k` with that
+    dataset, or of the examples that ship.
+
+    Args:
+        config: how many, or of which file.
+        asked: ids of the problems.
+
+    Raises:
+        EvalError: no such file, another format, or too few examples in it.
+    """
+    if not config.few_shot:
+        return []
+    if isinstance(config.few_shot, str):
+        path, most = locate(config.few_shot, option="--few-shot"), None
+    else:
+        path = locate(HUB_DATASET, "train") if config.dataset == HUB_DATASET else EXAMPLES
+        most = config.few_shot
+    examples: dict[str, Example] = {}
+    for problem, answer, _ in read_rows(path):
+        if problem.id not in asked and len(examples) != most:
+            examples.setdefault(problem.id, Example(problem.id, problem.question, answer))
+    if len(examples) < (most or 1):
+        many = f"only {len(examples)} examples that are not among the problems"
+        raise EvalError(f"--few-shot {config.few_shot}: {path} has {many}")
+    return [*examples.values()]
 
 
 def locate(dataset: str, split: str = "test", *, option: str = "--dataset") -> Path:

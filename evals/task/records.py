@@ -58,11 +58,11 @@ def agent_state(sample: Sample) -> Record:
 
 def tool_calls(sample: Sample) -> list[Record]:
     """Each call with its result, in order; a call of an answer that was cut has None."""
-    said = since_prompt(sample)
+    messages = since_prompt(sample)
     made: list[Record] = []
-    for index, message in enumerate(said):
+    for index, message in enumerate(messages):
         for offset, call in enumerate(message.get("tool_calls") or [], start=index + 1):
-            result = said[offset] if offset < len(said) else None
+            result = messages[offset] if offset < len(messages) else None
             made.append(
                 {
                     "name": call["function"]["name"],

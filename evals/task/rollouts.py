@@ -86,7 +86,7 @@ def run_all(
     while count := sum(map(len, left.values())):
         asked = pa.array(([{"variant": v, "epoch": e} for v, e in each] for each in left.values()), pa.list_(ATTEMPT))
         for sample in _stream(problems.append_column("asked", asked), mode, config, prompts, lost):
-            left[sample.id] = tuple(one for one in left[sample.id] if one != (sample.variant, sample.epoch))
+            left[sample.id] = tuple(attempt for attempt in left[sample.id] if attempt != (sample.variant, sample.epoch))
             yield sample
         missing = sum(map(len, left.values()))
         assert missing < count or lost == ANY, "a task that does not die gives a sample of each problem"
@@ -209,5 +209,5 @@ def _tasks(work: pa.Table) -> Iterator[tuple[Problem, str, int]]:
     """All variants and epochs of a problem, then those of the next."""
     for row in work.to_pylist():
         asked = row.pop("asked")
-        for one in asked:
-            yield Problem(**row), one["variant"], one["epoch"]
+        for attempt in asked:
+            yield Problem(**row), attempt["variant"], attempt["epoch"]

@@ -47,7 +47,9 @@ def asked(config: Config) -> tuple[str, ...]:
 def find(config: Config, name: str) -> tuple[str, list[dict[str, Any]]]:
     """The variant whose prompt a condition has, and its interventions, none of a variant itself."""
     cell = next((cell for cell in cells(config) if cell.name == name), None)
-    return (cell.variant, [_filled(one, cell) for one in config.interventions]) if cell else (name, [])
+    return (
+        (cell.variant, [_filled(intervention, cell) for intervention in config.interventions]) if cell else (name, [])
+    )
 
 
 def _filled(intervention: dict[str, Any], cell: Cell) -> dict[str, Any]:

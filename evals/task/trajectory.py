@@ -86,8 +86,8 @@ class Sample(BaseModel):
 
     def answer(self, rule: Rule) -> str | None:
         """The answer that a rule finds."""
-        found: str | None = getattr(self, rule)
-        return found
+        text: str | None = getattr(self, rule)
+        return text
 
     def correct_by(self, rule: Rule) -> bool:
         """Whether that is the gold number."""
@@ -211,13 +211,13 @@ def scored(sample: Sample, rule: Rule) -> Sample:
         sample: one that did not fail, with its messages.
         rule: decides `correct` and the outcome.
     """
-    said = (m["content"] for m in reversed(sample.messages) if m["role"] == "assistant")
-    text = (next(said, None) if sample.turns else None) or ""  # without a turn, worked examples are all that is said
+    answers = (m["content"] for m in reversed(sample.messages) if m["role"] == "assistant")
+    text = (next(answers, None) if sample.turns else None) or ""  # without a turn, worked examples are all that is said
     by = {name: score(text, sample.gold, name) for name in RULES}
-    found: dict[str, Any] = {"completion": text, "correct": by[rule].correct}
+    fields: dict[str, Any] = {"completion": text, "correct": by[rule].correct}
     for name, its in by.items():
-        found |= {name: its.answer.text if its.answer else None, f"correct_{name}": its.correct}
-    return sample.model_copy(update=found | {"outcome": _outcome(sample, by[rule])})
+        fields |= {name: its.answer.text if its.answer else None, f"correct_{name}": its.correct}
+    return sample.model_copy(update=fields | {"outcome": _outcome(sample, by[rule])})
 
 
 def _outcome(sample: Sample, by_rule: Score) -> Outcome:

@@ -17,16 +17,14 @@ from deployments.activations.filters import FilePart, Filter
 from deployments.client_code.board import connect as board
 from deployments.job import Job
 from deployments.options import Options
-from serve_app.backend.client_data import Readouts, Tensors
+from serve_app.backend.client_data import Readouts, Tensors, stored
 from serve_app.backend.code_jobs import CodeJobs
 from serve_app.backend.model_loader import Loader
 from serve_app.backend.model_registry import Models
 from serve_app.backend.preset_registry import Presets
 from serve_app.backend.prometheus import NodeMetrics
-from serve_app.backend.waiting import stored
 from serve_app.http.errors import UNAVAILABLE, ApiError
-from serve_app.http.paging import first_page
-from serve_app.http.ranges import Read
+from serve_app.http.paging import Read, first_page
 from serve_app.schemas.presets import PresetBody
 
 logger = logging.getLogger("ray.serve")
@@ -95,14 +93,14 @@ class Backend:
             RequestError: It has no run `after`; 409, several owners have a session of that name.
             ApiError: 404; 503.
         """
-        asked = self._reader.session.remote(session_id, limit + 1, after, account, owner)
-        found: dict[str, Any] | None = await stored(asked)
-        if found is None:
+        call = self._reader.session.remote(session_id, limit + 1, after, account, owner)
+        session: dict[str, Any] | None = await stored(call)
+        if session is None:
             raise _no_session(session_id)
-        runs, has_more = first_page(found["runs"], limit)
+        runs, has_more = first_page(session["runs"], limit)
         named = {run["file"] for run in runs}
-        files = [file for file in found["files"] if file["name"] in named]
-        return found | {"runs": runs, "files": files, "has_more": has_more}
+        files = [file for file in session["files"] if file["name"] in named]
+        return session | {"runs": runs, "files": files, "has_more": has_more}
 
     def file(self, account: Account, session_id: str, name: str, owner: str | None = None) -> Read:
         """Reads one of a session's files.
@@ -113,10 +111,8 @@ class Backend:
         """
 
         async def read(first: int, end: int) -> FilePart:
-            asked = survived(
-                self._reader.file.remote(session_id, name, first, end, account, owner), f"session {session_id}"
-            )
-            part: FilePart | None = await stored(asked)
+            call = self._reader.file.remote(session_id, name, first, end, account, owner)
+            part: FilePart | None = await stored(survived(call, f"session {session_id}"))
             if part is None:
                 raise ApiError(404, f"there is no file {name!r} of a session {session_id!r}", "name", "file_not_found")
             return part
@@ -186,7 +182,6 @@ class Backend:
 
 
 async def _exporters() -> list[str]:
-    """The addresses of all nodes' exporters."""
     return [
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         for node in await asyncio.to_thread(ray.nodes)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 from deployments.accounts import Account
 from deployments.activations.filters import FilePart
 from serve_app.backend.model_registry import Models
-from serve_app.backend.waiting import stored
-from serve_app.http.errors import ApiError
-from serve_app.http.ranges import Read
+from serve_app.http.errors import ApiError, within
+from serve_app.http.paging import Read
+
+STORE_S = 30.0  # the longest wait for the activation store; a deletion waits for writes in progress
+
+
+async def stored(call: Awaitable[Any]) -> Any:
+    """The activation store's answer; the call continues in the store after the time limit.
+
+    Raises:
+        ApiError: 503 if it does not answer.
+    """
+    async with within(STORE_S, 503, "the activation store does not answer; try again"):
+        return await call
 
 
 class ClientData:
@@ -35,27 +47,27 @@ class ClientData:
 
     async def get(self, account: Account, name: str, *more: str | None) -> dict[str, Any]:
         """The description of an item."""
-        return self._there(name, await self.ask("get", name, account, *more))  # type: ignore[no-any-return]
+        return self._existing(name, await self.ask("get", name, account, *more))  # type: ignore[no-any-return]
 
     def file(self, account: Account, name: str) -> Read:
         """Reads an item as a file."""
 
         async def read(first: int, end: int) -> FilePart:
-            found = await self.get(account, name)
-            data = self._there(name, await self.ask("read", name, account, first, end))
-            return FilePart(data, first, found["bytes"])
+            description = await self.get(account, name)
+            data = self._existing(name, await self.ask("read", name, account, first, end))
+            return FilePart(data, first, description["bytes"])
 
         return read
 
     async def delete(self, account: Account, name: str, *more: str | None) -> None:
         """Delete an item; it is deleted when this returns. RequestError if only an admin may do so."""
-        self._there(name, await self.ask("delete", name, account, *more) or None)
+        self._existing(name, await self.ask("delete", name, account, *more) or None)
 
-    def _there(self, name: str, found: Any) -> Any:
-        if found is None:
-            field, what, code = self.missing
-            raise ApiError(404, f"there is no {what} {name!r}", field, f"{code}_not_found")
-        return found
+    def _existing(self, name: str, item: Any) -> Any:
+        if item is None:
+            field, noun, code = self.missing
+            raise ApiError(404, f"there is no {noun} {name!r}", field, f"{code}_not_found")
+        return item
 
 
 class Tensors(ClientData):

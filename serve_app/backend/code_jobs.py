@@ -12,10 +12,8 @@ from deployments.client_code.job import CodeJob, ModelKey, Update
 from deployments.options import Options
 from serve_app.backend.model_registry import Models
 from serve_app.backend.served_model import ServedModel
-from serve_app.backend.waiting import answered
-from serve_app.http.budget import Budget
-from serve_app.http.errors import ApiError, render
-from serve_app.http.ranges import whole
+from serve_app.http.errors import ApiError, render, within
+from serve_app.http.paging import Budget, whole
 
 STAY_S = 10.0  # between signals that a listener is connected
 RESULTS_BYTES = 128 << 20  # of an owner's large results sent at once; a result larger than this is sent alone
@@ -100,10 +98,10 @@ class CodeJobs:
             ApiError: 410 for an unknown or expired job and one of another owner, because nnsight reads 404 as a job
                 that has not started; 503.
         """
-        found: tuple[Update, str | None] | None = await _from_board(self._board.latest.remote(job_id, account))
-        if found is None:
+        latest: tuple[Update, str | None] | None = await _from_board(self._board.latest.remote(job_id, account))
+        if latest is None:
             raise ApiError(410, f"job {job_id[:64]!r} is unknown or has expired", "job_id", "job_not_found")
-        update, token = found
+        update, token = latest
         if token is None:
             return update.as_json
         base = (self._public_url or base_url).rstrip("/")
@@ -123,12 +121,13 @@ class CodeJobs:
         return length, whole(read, length, self._sent_at_once[owner])
 
     async def _piece(self, job_id: str, token: str, first: int, end: int) -> tuple[str | None, int, bytes]:
-        found: tuple[str | None, int, bytes] | None
-        found = await _from_board(self._board.result.remote(job_id, token, first, end))
-        if found is None:
+        piece: tuple[str | None, int, bytes] | None
+        piece = await _from_board(self._board.result.remote(job_id, token, first, end))
+        if piece is None:
             raise ApiError(404, "this result is unknown or has expired", "job_id", "result_not_found")
-        return found
+        return piece
 
 
-async def _from_board(asked: Awaitable[Any]) -> Any:
-    return await answered(asked, "the board of clients' jobs", BOARD_S)
+async def _from_board(call: Awaitable[Any]) -> Any:
+    async with within(BOARD_S, 503, "the board of clients' jobs does not answer; try again"):
+        return await call

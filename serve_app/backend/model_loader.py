@@ -118,8 +118,8 @@ class Loader:
                 await self._until_loaded(asked.model_id)
         except TimeoutError as error:
             model = self._models.get(asked.model_id)
-            said = reason(model.message).message if model and model.phase is Phase.LOADING and model.message else ""
-            message = f"it was not loaded within this server's limit of {self._options.load_timeout_s:g} s. {said}"
+            last = reason(model.message).message if model and model.phase is Phase.LOADING and model.message else ""
+            message = f"it was not loaded within this server's limit of {self._options.load_timeout_s:g} s. {last}"
             await self._give_up(asked.model_id, deadline, running)
             raise ApiError(504, message.strip(), "model_id", "load_timeout") from error
         except Exception:  # after any failure, remove what was deployed, then re-raise
@@ -203,9 +203,9 @@ class Loader:
 
 def reason(message: str) -> LoadError:
     """The reason why a model is not loaded: the replica's message, or else the last line of Serve's message."""
-    said = LoadError.quoted(message)
-    if said is not None:
-        return said
+    quoted = LoadError.quoted(message)
+    if quoted is not None:
+        return quoted
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return LoadError(lines[-1] if lines else "its replica did not start", None, "load_failed", 500)
 

@@ -20,7 +20,7 @@ from ray import serve
 from deployments.demo_model import WEIGHTS
 from deployments.options import DEMO, NO_MODEL, Options
 from serve_app.backend.served_model import PHASES, Phase, ServedModel
-from serve_app.http.errors import UNAVAILABLE, ApiError
+from serve_app.http.errors import UNAVAILABLE, ApiError, within
 
 logger = logging.getLogger("ray.serve")
 CONTROLLER_S = 5.0  # the longest that a request waits for Serve's controller to list the models
@@ -155,17 +155,14 @@ class Models:
         Raises:
             ApiError: 503 if the controller does not answer.
         """
-        try:
-            async with asyncio.timeout(limit_s):
-                before = self._asking
-                if before is not None and not before.done():
-                    await asyncio.wait([before])
-                if self._asking is before:  # otherwise another waiting call has asked since
-                    self._ask_again()
-                assert self._asking is not None
-                await asyncio.shield(self._asking)  # shielded: asking again would only block another thread
-        except TimeoutError as error:
-            raise ApiError(503, "Serve's controller does not answer; try again", code="unavailable") from error
+        async with within(limit_s, 503, "Serve's controller does not answer; try again"):
+            before = self._asking
+            if before is not None and not before.done():
+                await asyncio.wait([before])
+            if self._asking is before:  # otherwise another waiting call has asked since
+                self._ask_again()
+            assert self._asking is not None
+            await asyncio.shield(self._asking)  # shielded: asking again would only block another thread
 
     def _ask_again(self) -> None:
         self._asking = asyncio.ensure_future(self._ask())

@@ -93,11 +93,11 @@ class Presets(ClientData):
             return await self._default(model)
         if name == NONE:
             return None
-        found: StoredPreset | None = await self.ask("find", name, account)
-        if found is None or found.model not in (None, model):
-            wrong = f"the preset {name!r} is for the model {found.model!r}" if found else f"there is no preset {name!r}"
-            raise RequestError(wrong, "preset", "preset_not_found")
-        return _chosen(found, account)
+        stored: StoredPreset | None = await self.ask("find", name, account)
+        if stored is None or stored.model not in (None, model):
+            reason = f"the preset {name!r} is for {stored.model!r}" if stored else f"there is no preset {name!r}"
+            raise RequestError(reason, "preset", "preset_not_found")
+        return _chosen(stored, account)
 
     async def _default(self, model: str) -> ChosenPreset | None:
         """A model's default preset, at most a second old.
@@ -128,7 +128,7 @@ class Presets(ClientData):
             news = None
         if news is not None and (self._version is None or news[0] > self._version):
             self._version, defaults = news
-            self._defaults = {model: _chosen(one)._replace(by_default=True) for model, one in defaults.items()}
+            self._defaults = {model: _chosen(preset)._replace(by_default=True) for model, preset in defaults.items()}
         if self._asking is asyncio.current_task():  # otherwise a default was changed here since
             self._asked = asked
 
@@ -137,9 +137,9 @@ class Presets(ClientData):
         self._asked, self._asking = float("-inf"), None
 
 
-def _chosen(found: StoredPreset, account: Account = OPERATOR) -> ChosenPreset:
+def _chosen(stored: StoredPreset, account: Account = OPERATOR) -> ChosenPreset:
     """A preset as a request of this account uses it."""
-    fields = {name: value for name, value in json.loads(found.body).items() if name in Settings.model_fields}
+    fields = {name: value for name, value in json.loads(stored.body).items() if name in Settings.model_fields}
     # Only admins make defaults, and these apply to users who may not read what they refer to.
-    writer = Account(found.owner, is_admin=True) if found.is_default else account
-    return ChosenPreset(found.name, fields, writer, by_default=False)
+    writer = Account(stored.owner, is_admin=True) if stored.is_default else account
+    return ChosenPreset(stored.name, fields, writer, by_default=False)

@@ -41,7 +41,7 @@ class NodeMetrics:
         try:
             exporters = await self._exporters()
             async with httpx.AsyncClient(trust_env=False) as client:
-                texts = await asyncio.gather(*(_fetch(client, one) for one in exporters))
+                texts = await asyncio.gather(*(_fetch(client, exporter) for exporter in exporters))
         finally:
             self._fresh_until = time.monotonic() + FRESH_S
         return await asyncio.to_thread(merge, [*texts, _up(exporters, texts)])
@@ -70,7 +70,7 @@ async def _fetch(client: httpx.AsyncClient, exporter: str) -> bytes:
 def _up(exporters: Sequence[str], texts: Sequence[bytes]) -> bytes:
     """The metric that says which exporters answered."""
     lines = [f"# HELP {UP} Whether a node's metrics could be read.", f"# TYPE {UP} gauge"]
-    lines += [f'{UP}{{exporter="{one}"}} {int(bool(text))}' for one, text in zip(exporters, texts, strict=True)]
+    lines += [f'{UP}{{exporter="{url}"}} {int(bool(text))}' for url, text in zip(exporters, texts, strict=True)]
     return "\n".join(lines).encode()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from typing import Any, cast
 
@@ -19,21 +19,13 @@ from ray.serve.schema import ApplicationStatusOverview
 from deployments.client_code.job import CodeJob, ModelKey
 from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, Message, Refusal
-from serve_app.http.errors import ApiError
+from serve_app.http.errors import ApiError, within
 
 FRESH_S = 1.0  # how long an answer whether a replica runs is reused: asking Serve takes 10 ms of processor time
-
-
 DESCRIBE_S = 5.0  # the longest wait for a model's description or settings
-
-
 GRACE_S = 5.0  # so that a replica's own time limit comes first
-
-
 MOST_REFUSED = 10  # retries of one request; the process of an ended engine has ended by then
 AGAIN_S = 1.0  # before another replica gets a request that a replica with an ended engine rejected
-
-
 DEPLOYMENT = "ModelReplica"
 
 # Prepares a job for another replica after one that may have started it ended; None if it cannot be asked again.
@@ -225,19 +217,13 @@ class ServedModel:
             settings: dict[str, Any] = await self._handle.settings.remote()
         return settings
 
-    @asynccontextmanager
-    async def _patience(self, limit_s: float | None = None) -> AsyncIterator[None]:
+    def _patience(self, limit_s: float | None = None) -> AbstractAsyncContextManager[None]:
         """Limit the wait for a replica; by default to the replica's own limit.
 
         Without a replica, Serve's handle waits without limit.
         """
         limit_s = limit_s or self._limit_s + GRACE_S
-        try:
-            async with asyncio.timeout(limit_s):
-                yield
-        except TimeoutError as error:
-            message = f"no replica of {self.id!r} answered within {limit_s:g} s"
-            raise ApiError(504, message, code="unavailable") from error
+        return within(limit_s, 504, f"no replica of {self.id!r} answered within {limit_s:g} s")
 
 
 def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:
@@ -267,7 +253,7 @@ async def _asked(job: Job, ask: Callable[[Job], Awaitable[list[Message]]], resta
             logger.warning("a replica ended before it answered request %s; another replica gets it: %s", job.id, error)
             job = again
             continue
-        refusals = {said.message for said in first if isinstance(said, Refusal)}
+        refusals = {message.message for message in first if isinstance(message, Refusal)}
         if NOT_TAKEN in refusals:
             if refused == MOST_REFUSED:
                 return first

@@ -49,23 +49,22 @@ def json_object(raw: bytes, field: str) -> dict[str, Any]:
     return value
 
 
-class JsonRoute(APIRoute):
-    """A route whose JSON body `parsed` reads."""
+class JsonRequest(Request):
+    """A request whose JSON body `parsed` reads, once."""
 
-    @staticmethod
-    def completed(body: Any, request: Request) -> Any:
-        """The body's value, to which a route may add."""
-        return body
+    async def json(self) -> Any:
+        """The body's value."""
+        if not hasattr(self, "_json"):
+            self._json = parsed(await self.body())
+        return self._json
+
+
+class JsonRoute(APIRoute):
+    """A route that receives a `JsonRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler that FastAPI calls with each request."""
-        handle, completed = super().get_route_handler(), self.completed
-
-        class JsonRequest(Request):
-            async def json(self) -> Any:
-                if not hasattr(self, "_json"):
-                    self._json = completed(parsed(await self.body()), self)
-                return self._json
+        handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
             return await handle(JsonRequest(request.scope, request.receive))

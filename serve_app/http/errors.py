@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -81,6 +83,16 @@ class ApiError(HTTPException):
         await socket.close(1008)  # policy violation
 
 
+@asynccontextmanager
+async def within(limit_s: float | None, status: int, message: str) -> AsyncIterator[None]:
+    """Answer with this error if the block takes longer than a limit in seconds."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise ApiError(status, message, code="unavailable") from error
+
+
 def render(error: Exception, request_id: str) -> ApiError:
     """Convert any exception to the error that the client gets; if it is the server's own failure, log it."""
     if isinstance(error, ApiError):
@@ -123,8 +135,8 @@ def invalid(errors: Sequence[Any]) -> ApiError:
 
     A value that fits no branch of a union has an error for each branch; the deepest is the most specific.
     """
-    same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
-    worst = max(same, key=lambda one: len(one["loc"]))
+    same = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    worst = max(same, key=lambda error: len(error["loc"]))
     context = worst.get("ctx", {})
     location = worst["loc"][1:]  # the first part is `body`, `query` or `path`
     if worst["type"] == "unknown_field":

@@ -80,10 +80,10 @@ class Keys:
             sources[VARIABLE] = os.environ[VARIABLE]
         callers: dict[bytes, Caller] = {}
         for source, text in sources.items():
-            found = list(_entries(source, text))
-            if not found:
+            entries = list(_entries(source, text))
+            if not entries:
                 raise ValueError(f"{source} holds no API key; an entry is role:key or role@name:key")
-            for digest, caller in found:
+            for digest, caller in entries:
                 if callers.setdefault(digest, caller) != caller:
                     raise ValueError(f"{source}: a key appears twice, with different roles or names")
         return cls(callers)
@@ -94,11 +94,11 @@ class Keys:
     def caller(self, key: bytes) -> Caller | None:
         """The caller with this key; None for an unknown key. Takes the same time for any key."""
         digest = _digest(key)
-        found = None
+        match = None
         for known, caller in self._callers.items():
             if hmac.compare_digest(known, digest):
-                found = caller
-        return found
+                match = caller
+        return match
 
 
 def _entries(source: str, text: str) -> Iterator[tuple[bytes, Caller]]:

@@ -80,8 +80,8 @@ class Limits:
 
 def _check_type(given: bytes, expected: str) -> None:
     """A page of another origin may send other types without a preflight. `application/x+json` is JSON, too."""
-    said = given[:256].partition(b";")[0].strip().lower().decode("latin-1")
-    kind, _, form = said.partition("/")
-    if expected not in (said, f"{kind}/{form.rpartition('+')[2]}"):
-        message = f"send the body as {expected}, not as {said[:100] or 'nothing'}"
+    media_type = given[:256].partition(b";")[0].strip().lower().decode("latin-1")
+    kind, _, form = media_type.partition("/")
+    if expected not in (media_type, f"{kind}/{form.rpartition('+')[2]}"):
+        message = f"send the body as {expected}, not as {media_type[:100] or 'nothing'}"
         raise ApiError(400, message, "Content-Type", "invalid_value")

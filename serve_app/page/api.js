@@ -120,14 +120,3 @@ export async function bytes(path, query, { signal, first = 0, end = Infinity, pr
   }
   return new Blob(pages, { type: "application/octet-stream" });
 }
-
-/** Whether the server answers. */
-export async function isThere() {
-  try {
-    await fetch(address("health"), { cache: "no-store" });
-    server.dispatchEvent(new Event("back"));
-    return true;
-  } catch {
-    return false;
-  }
-}

@@ -1,8 +1,9 @@
 // Attention: the tokens that each token attends to. The heads of a layer side by side, and one of them large.
 
-import { empty, field, h, percent, quoted } from "./dom.js";
+import { post } from "./api.js";
+import { empty, field, h, named, percent, quoted } from "./dom.js";
 import { layers, source } from "./forms.js";
-import { answered, isTooLarge, rows, rowsBody, span, stored, storedQuery, textsOf } from "./recompute.js";
+import { answered, isTooLarge, rowsBody, span, stored, storedQuery, textsOf } from "./recompute.js";
 import { legend, onTheme, scale } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { onLook, pinning } from "./tokens.js";
@@ -11,6 +12,8 @@ import "./code.js";
 
 const SMALL = 96; // pixels of a small picture
 const LARGE = 480;
+const LABEL = 12; // pixels of a token's name beside the large picture
+const MARGIN = 78; // pixels of these names, as in the style sheet
 const ATTENTION = scale({ title: "attention", root: true });
 
 export function view(app) {
@@ -59,20 +62,16 @@ export function view(app) {
       app.changed();
     }, begin);
 
+  /** The pattern of all tokens, or of as many of the last ones as the server allows in an answer. */
   async function fromText(model, asked, point, signal) {
     const text = await answered(model, asked, code, signal);
-    const { found, first } = await fitting(text, point, signal);
-    code.note("The patterns", { method: "POST", path: "v1/completions", body: rowsBody(text.model, text.ids, [point], span(first, text.ids.length)) });
-    return { ...text, first, heads: found[0].length, at: (which, row) => found[row][which] };
-  }
-
-  /** The pattern of all tokens, or of as many of the last ones as the server allows in an answer. */
-  async function fitting({ model, ids }, point, signal) {
-    const total = ids.length;
+    const total = text.ids.length;
     for (let first = 0; ; first = Math.ceil((first + total) / 2)) {
+      const body = rowsBody(model, text.ids, [point], span(first, total));
       try {
-        const found = await rows(model, ids, [point], span(first, total), signal, undefined, true);
-        return { found: Object.values(found)[0], first };
+        const [{ data }] = Object.values((await post("v1/completions", body, signal)).activations_meta.runs[0].points);
+        code.note("The patterns", { method: "POST", path: "v1/completions", body });
+        return { ...text, first, heads: data[0].length, at: (which, row) => data[row][which] };
       } catch (error) {
         if (error.code === "no_attention_patterns") error.hint = "Start the server with attention=eager, or load the model so by POST /models/load.";
         if (!isTooLarge(error) || first >= total - 1) throw error;
@@ -98,16 +97,17 @@ export function view(app) {
     const strip = document.createElement("token-strip");
     strip.setAttribute("aria-label", "Tokens; the one you look at shows where it looks");
     strip.set(drawn.texts.map((one) => ({ text: one })));
-    const large = picture(head, count, LARGE, 2048);
+    const size = Math.min(LARGE, Math.max(shown.clientWidth - MARGIN, 2 * SMALL));
+    const large = picture(head, count, size);
     const mark = h("div", { class: "mark" }); // the row of the selected token
     const said = h("p", { class: "from", role: "status" });
     const title = h("h2", {}, `Layer ${drawn.layer}, head ${head}`);
-    const smalls = span(0, drawn.heads).map((which) => h("button", { type: "button", "aria-pressed": String(which === head), onclick: () => pick(which) }, picture(which, count, SMALL, 2 * SMALL), `head ${which}`));
+    const smalls = span(0, drawn.heads).map((which) => h("button", { type: "button", "aria-pressed": String(which === head), onclick: () => pick(which) }, picture(which, count, SMALL), `head ${which}`));
     let looked = -1;
     function pick(which) {
       head = which;
       smalls.forEach((one, i) => one.setAttribute("aria-pressed", String(i === which)));
-      picture(which, count, LARGE, 2048, large);
+      picture(which, count, size, large);
       title.textContent = `Layer ${drawn.layer}, head ${which}`;
       look(strip.pinned >= 0 ? strip.pinned : drawn.ids.length - 1);
       app.changed();
@@ -129,7 +129,10 @@ export function view(app) {
       if (strip.pinned < 0 && row !== looked) look(row + drawn.first);
     });
     const cut = drawn.first ? h("p", { class: "from" }, `The patterns of the last ${count} tokens: those of all ${drawn.ids.length} do not fit into an answer.`) : null;
-    const figure = h("figure", {}, h("div", { class: "large" }, large, mark), h("figcaption", {}, "Down: the token that looks. Across: the tokens that it looks at."));
+    const step = Math.ceil((LABEL * drawn.ids.length) / size);
+    const sides = [["down", drawn.first], ["across", 0]].map(([side, first]) => h("div", { class: side, "aria-hidden": "true" }, ...labels(first, step)));
+    const told = `Down: the token that looks. Across: the tokens that it looks at.${step > 1 ? ` One token in ${step} is named.` : ""}`;
+    const figure = h("figure", {}, h("div", { class: "large" }, sides[0], h("div", { class: "heat" }, large, mark), sides[1]), h("figcaption", {}, told));
     shown.replaceChildren(
       ...[cut, h("div", { class: "heads" }, ...smalls), title, legend(ATTENTION), said, h("div", { class: "beside" }, figure, strip)].filter(Boolean),
     );
@@ -137,10 +140,20 @@ export function view(app) {
     pins.restore();
   }
 
-  /** A head as a picture of at most `most` squares a side: a row for each query token, a column for each key token. */
-  function picture(which, count, size, most, canvas = h("canvas", { role: "img" })) {
+  /** The names of each `step`-th token from `first` on, at its place beside the large picture. */
+  function labels(first, step) {
+    const count = drawn.ids.length - first;
+    return span(0, Math.ceil(count / step)).map((i) => {
+      const label = h("span", {}, named(drawn.texts[first + i * step]));
+      label.style.setProperty("--at", `${(100 * (i * step + 0.5)) / count}%`);
+      return label;
+    });
+  }
+
+  /** A head as a picture of at most two squares a pixel: a row for each query token, a column for each key token. */
+  function picture(which, count, size, canvas = h("canvas", { role: "img" })) {
     const total = drawn.ids.length;
-    const [width, height] = [Math.min(total, most), Math.min(count, most)];
+    const [width, height] = [Math.min(total, 2 * size), Math.min(count, 2 * size)];
     Object.assign(canvas, { width, height });
     canvas.setAttribute("aria-label", `Head ${which}: rows are tokens, columns where they look`);
     Object.assign(canvas.style, { width: `${size}px`, aspectRatio: `${total} / ${count}` });

@@ -5,7 +5,7 @@ import { colouring } from "./colouring.js";
 import { button, check, empty, errorNote, field, h, keepingFocus } from "./dom.js";
 import { sampling } from "./forms.js";
 import { asBool, asText } from "./state.js";
-import { asPlain, details, onLook, pinning } from "./tokens.js";
+import { asPlain, details, onLook, pinning, tokenPane } from "./tokens.js";
 import { work } from "./work.js";
 import "./code.js";
 
@@ -25,7 +25,7 @@ export function view(app) {
   const send = h("button", { class: "main" }, "Send");
   const trouble = h("div");
   const asking = work({ trouble, starts: send, home: () => box });
-  const about = h("aside", { "aria-label": "Token" }, ...details());
+  const about = tokenPane();
   const code = document.createElement("request-code");
   const said = h("p", { class: "hidden", role: "status" });
   const colours = colouring(app, { code, onchange: () => (recolour(), app.changed()) });
@@ -36,12 +36,7 @@ export function view(app) {
     h("div", { class: "row" }, send, asking.stop, button("New chat", renew), recordsLabel),
   );
   const more = h("details", {}, h("summary", {}, "Settings"), field("System message", system), settings.element, h("div", { class: "fields" }, ...storing));
-  const element = h(
-    "div",
-    { class: "split" },
-    h("section", { "aria-label": "Chat" }, colours.element, log, trouble, form, more, code, said),
-    about,
-  );
+  const element = h("div", { class: "split" }, h("section", { "aria-label": "Chat" }, colours.element, log, trouble, form, more, code, said), about.element);
 
   box.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -65,7 +60,7 @@ export function view(app) {
   function clear() {
     asking.end();
     drop(0);
-    about.replaceChildren(...details());
+    about.show();
   }
 
   function renew() {
@@ -203,18 +198,14 @@ export function view(app) {
     const why = { length: "the limit of new tokens", stop: "the end of its answer" }[turn.ended] ?? "where it was stopped";
     said.textContent = `${count} tokens, up to ${why}.`;
     const into = (name, title) => button(title, () => app.open(name, { model, ids, count: offset }, offset + Math.max(turn.strip.pinned, 0)));
-    turn.element.append(
-      h(
-        "p",
-        { class: "row under" },
-        h("span", {}, said.textContent),
-        ids.length ? into("lens", "Lens grid") : null,
-        ids.length ? into("attention", "Attention") : null,
-        run ? button("Stored run", () => app.open("runs", { session: run.session_id, run: run.run_id })) : null,
-        button("Answer again", again, { class: "again" }),
-      ),
-      asPlain(turn.strip) ?? "",
-    );
+    const parts = [
+      h("span", {}, said.textContent),
+      ids.length ? into("lens", "Lens grid") : null,
+      ids.length ? into("attention", "Attention") : null,
+      run ? button("Stored run", () => app.open("runs", { session: run.session_id, run: run.run_id })) : null,
+      button("Answer again", again, { class: "again" }),
+    ];
+    turn.element.append(h("p", { class: "row under" }, ...parts), asPlain(turn.strip) ?? "");
     pins.restore();
     colour(turn);
   }
@@ -241,7 +232,7 @@ export function view(app) {
 
   function look(turn, index) {
     const { strip, answer: of } = turn;
-    about.replaceChildren(...details(strip.tokens[index], of.offset + index, colours.scores(strip, index, of)));
+    about.show(...details(strip.tokens[index], of.offset + index, colours.scores(strip, index, of)));
   }
 
   return {

@@ -1,17 +1,17 @@
 // Colours of a text's tokens: by their own numbers, by a captured point, or by a readout.
 
-import { choose, field, fill, h, newId, number, perFrame, quoted, RELOAD } from "./dom.js";
-import { BEYOND, COLUMN, columns, fitted, legend, mostOf, reach, scale, scoreScale, SURE, unitOf, valueOf } from "./scales.js";
+import { choose, field, fill, h, newId, number, perFrame, quoted } from "./dom.js";
+import { fillTensors } from "./forms.js";
+import { readouts, rows, rowsBody, scores, scoresBody, span, storedQuery, storedRows, vector } from "./recompute.js";
+import { BEYOND, COLUMN, columns, legend, PROBABILITY, reach, scale, scoreScale, unitOf, valueOf } from "./scales.js";
 import { asNumber, asText } from "./state.js";
+import { dot, norm } from "./tensors.js";
 import { entropy } from "./tokens.js";
 import { work } from "./work.js";
 
-// Not needed for the first view.
-const values = () => import("./values.js").catch((error) => Promise.reject(Object.assign(error, { hint: RELOAD })));
-
 const OWN = {
-  probability: [(token) => Math.exp(token.logprob), () => SURE],
-  entropy: [entropy, () => scale({ title: "entropy, at least", unit: "bits", high: 5 })],
+  probability: [(token) => Math.exp(token.logprob), PROBABILITY],
+  entropy: [entropy, scale({ title: "entropy, at least", unit: "bits", high: 5 })],
 };
 const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm of a point"], ["projection", "projection on a vector"], ["readout", "a readout"]];
 
@@ -39,10 +39,9 @@ export function colouring(app, { code, stored = false, onchange }) {
   const status = h("span", { class: "wait", role: "status" });
   const reading = work({ trouble, status, what: "colouring", home: () => by }); // requests for the chosen colours
   const forgotten = new WeakSet(); // strips that are no longer shown
-  const held = new Map(); // strip -> `{ found, state, title, unit, ends }`, of which the last painted it
+  const held = new Map(); // strip -> `{ found, state, name, ends }`: its numbers, the choices and the readout that they are of, and the painted scale's ends
   const element = h("div", { class: "row colouring", role: "group", "aria-label": "Colours" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, status, " ", reading.stop, trouble), points);
   let installed = [];
-  let live = null; // strips that are coloured while their answers arrive: the scale so far, and the largest value that it covers
 
   const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection", readout: by.value === "readout" });
   const chosen = () => {
@@ -61,14 +60,14 @@ export function colouring(app, { code, stored = false, onchange }) {
   }
   function begin() {
     arrange();
-    if (!stored && by.value in OWN) tell(OWN[by.value][1]()); // tokens of a stored run may lack them
-    else if (!held.size && !live) tell(null);
+    if (!stored && by.value in OWN) tell(OWN[by.value][1]); // tokens of a stored run may lack them
+    else if (!held.size) tell(null);
   }
   async function know(model) {
     const isOld = () => !stored && model !== app.model(); // another one was chosen meanwhile
-    if (needs().direction) await (await values()).fillTensors(direction);
+    if (needs().direction) await fillTensors(direction);
     if (needs().readout) {
-      const found = await (await values()).readouts(model);
+      const found = await readouts(model);
       if (isOld()) return;
       installed = found;
       const options = installed.flatMap((one) => (one.kind === "sae" ? [[one.name, `${one.name}, an autoencoder`]] : columns(one).map(([at, name]) => [`${one.name}/${at}`, name])));
@@ -84,18 +83,16 @@ export function colouring(app, { code, stored = false, onchange }) {
     }
   }
 
-  const note = (strip, request) => code.note(`The colour of ${quoted(strip.getAttribute("aria-label"))}`, request);
-
-  /** A number for each token; remarks are added to `notes`. */
+  /** A number for each token, unless the tokens have them; remarks are added to `notes`. */
   async function numbersOf(strip, text, signal, notes) {
     if (by.value in OWN) {
       if (stored && !strip.tokens.some(({ logprob }) => logprob !== undefined)) throw new Error("Probabilities are not stored with runs: press “Score the tokens now”.");
-      return strip.tokens.map(OWN[by.value][0]);
+      return [];
     }
-    const { valuesOf } = await values();
+    const note = (request) => code.note(`The colour of ${quoted(strip.getAttribute("aria-label"))}`, request);
     const computes = () => stored && notes.push("Computed now, with interventions left out.");
     const what = { chosen: needs().readout ? chosen() : null, point: point.value.trim(), direction: needs().direction ? direction.value : null };
-    return valuesOf(text, strip.tokens.length, what, { note: (request) => note(strip, request), computes, signal });
+    return valuesOf(text, strip.tokens.length, what, { note, computes, signal });
   }
 
   function apply(strip, text) {
@@ -105,7 +102,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       const asked = JSON.stringify(read());
       if (!strip.tokens.length) return;
       if (by.value === "none" || (needs().direction && !direction.value) || (needs().readout && !readout.value)) {
-        release(strip);
+        held.delete(strip);
         tell(null);
         strip.colour(null);
         return;
@@ -115,9 +112,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       const found = await numbersOf(strip, text, signal, notes);
       if (asked !== JSON.stringify(read()) || forgotten.has(strip)) return; // another colour, or another answer
       if (notes.length) trouble.replaceChildren(...notes);
-      const { title, unit } = scaleOf(found);
-      release(strip);
-      held.set(strip, { found, state: asked, title, unit: by.value in OWN ? unit : needs().readout ? unitOf(chosen().spec) : "" });
+      held.set(strip, { found, state: asked });
       paintAll();
     }, onchange);
   }
@@ -127,36 +122,29 @@ export function colouring(app, { code, stored = false, onchange }) {
     const state = JSON.stringify(read());
     const same = [...held].filter(([, one]) => one.state === state);
     if (!same.length) return;
-    const others = [...held.keys(), ...(live?.strips ?? [])].filter((strip) => held.get(strip)?.state !== state && live?.state !== state);
-    for (const strip of others) {
-      release(strip);
+    for (const [strip, one] of held) {
+      if (one.state === state) continue;
+      held.delete(strip);
       strip.colour(null); // until its values have arrived, too
     }
-    const of = scaleOf(same.flatMap(([, one]) => one.found));
+    const sound = same.flatMap(([, one]) => one.found).filter(Number.isFinite);
+    const [ownOf, own] = OWN[by.value] ?? [];
+    const of = own ?? (sound.length ? scaleOf(sound) : null);
     tell(of);
-    const ends = `${of.at(0)} ${of.at(1)}`;
+    const ends = of && `${of.at(0)} ${of.at(1)}`;
     for (const [strip, its] of same) {
       if (its.ends === ends) continue;
       its.ends = ends;
-      strip.colour((_, i) => of.colour(its.found[i]));
+      strip.colour(of && ((token, i) => of.colour(own ? ownOf(token) : its.found[i])));
     }
   });
 
-  function scaleOf(found) {
-    const sound = found.filter(Number.isFinite);
-    if (by.value in OWN) return OWN[by.value][1]();
-    if (needs().readout) return fitted(chosen().spec, chosen().column, sound);
+  function scaleOf(sound) {
     const { most, clipped } = reach(sound);
+    if (needs().readout) return scoreScale(chosen().spec, chosen().column, most, clipped);
     const unit = clipped ? BEYOND : "";
     if (by.value === "norm") return scale({ title: "norm", unit, low: sound.reduce((a, b) => Math.min(a, b), Infinity), high: most });
     return scale({ title: "projection", unit, low: -most, high: most, signed: true });
-  }
-
-  /** Removes a strip from those that are coloured. */
-  function release(strip) {
-    held.delete(strip);
-    live?.strips.delete(strip);
-    if (!live?.strips.size) live = null;
   }
 
   by.addEventListener("change", begin);
@@ -180,7 +168,7 @@ export function colouring(app, { code, stored = false, onchange }) {
     setPoints: (held, lacking) => fill(point, [...held.map((name) => [name]), ...lacking.map((name) => [name, `${name}, not recorded`])]),
     /** Forgets a strip that is no longer shown. */
     forget: (strip) => {
-      release(strip);
+      held.delete(strip);
       forgotten.add(strip);
       begin();
     },
@@ -193,22 +181,21 @@ export function colouring(app, { code, stored = false, onchange }) {
         const spec = installed.find((one) => one.name === name) ?? { name, labels, values: its[index]?.length ?? 0 };
         return columns(spec).map(([at, title]) => [title, `${number(its[index]?.[at] ?? NaN, 4)} ${spec.activation ? unitOf(spec) : ""}`]);
       });
-      const { title, unit, found } = held.get(strip) ?? {};
-      const has = !title || by.value in OWN || came.some(([name]) => name === title);
-      return has ? came : [...came, [title, `${number(found[index], 4)} ${unit}`]];
+      const { found = [], state } = held.get(strip) ?? {};
+      if (!found.length || state !== JSON.stringify(read())) return came;
+      const { title } = scaleOf(found);
+      return came.some(([name]) => name === title) ? came : [...came, [title, `${number(found[index], 4)} ${needs().readout ? unitOf(chosen().spec) : ""}`]];
     },
     /** Colours strips while their answers arrive, `[strip, text]` of each; returns whether that needs no request of its own. */
     follow: (pairs) => {
-      const own = OWN[by.value];
+      const isOwn = by.value in OWN;
       const { name, column, spec } = chosen();
-      if (!own && !(asked().length && pairs.every(([, { comes }]) => comes === name))) return false;
-      const rows = (text) => text.readouts?.[name]?.rows ?? [];
-      const most = own ? 0 : mostOf(pairs.flatMap(([, text]) => rows(text).map((row) => valueOf(spec, row, column))));
-      for (const [strip] of pairs) release(strip);
-      const mine = { strips: new Set(pairs.map(([strip]) => strip)), state: JSON.stringify(read()), most, column, spec };
-      live = Object.assign(mine, own ? { of: own[1]() } : { of: scoreScale(spec, column, most), name });
-      if (most) tell(live.of);
-      for (const [strip, text] of pairs) strip.colour((token, i) => mine.of.colour(own ? own[0](token) : valueOf(spec, rows(text)[i], column)));
+      if (!isOwn && !(asked().length && pairs.every(([, { comes }]) => comes === name))) return false;
+      for (const [strip, text] of pairs) {
+        const rows = (!isOwn && text.readouts?.[name]?.rows) || [];
+        held.set(strip, { found: rows.map((row) => valueOf(spec, row, column)), state: JSON.stringify(read()), name });
+      }
+      paintAll();
       return true;
     },
     /** Adds a piece's readout values to the text, and colours their tokens. */
@@ -217,15 +204,14 @@ export function colouring(app, { code, stored = false, onchange }) {
         const one = ((text.readouts ??= {})[name] ??= { labels, rows: [] });
         if (!generated) continue;
         const { first, index, values } = generated;
-        values.forEach((row, i) => (one.rows[index?.[i] ?? first + i] = row));
-        if (!live?.strips.has(strip) || live.name !== name) continue;
-        const most = mostOf(values.map((row) => valueOf(live.spec, row, live.column)));
-        if (most > live.most) {
-          // Leaves room for larger values, so that a long answer is rarely recoloured.
-          Object.assign(live, { most: 1.5 * most, of: scoreScale(live.spec, live.column, 1.5 * most) });
-          tell(live.of);
-          for (const one of live.strips) one.repaint();
-        } else strip.repaint(first, (index?.at(-1) ?? first + values.length - 1) + 1);
+        const its = held.get(strip);
+        values.forEach((row, i) => {
+          const at = index?.[i] ?? first + i;
+          one.rows[at] = row;
+          if (its?.name === name) its.found[at] = valueOf(chosen().spec, row, chosen().column);
+        });
+        strip.repaint(first, (index?.at(-1) ?? first + values.length - 1) + 1);
+        paintAll();
       }
     },
     read,
@@ -239,4 +225,43 @@ export function colouring(app, { code, stored = false, onchange }) {
       begin();
     },
   };
+}
+
+/**
+ * A number for each of `count` tokens of a text: of the `chosen` readout, or of a `point`: its norm or, with a `direction`,
+ * its projection. `note(request)` is called with each request, and `computes()` when the model runs the text again.
+ */
+async function valuesOf(text, count, { chosen, point, direction }, { note, computes, signal }) {
+  const { model, ids, run, more } = text;
+  const wanted = text.positions ?? span(text.offset, text.offset + count);
+  /** Rows at `wanted`, as stored in the run; otherwise the model runs the text again. */
+  const taken = async (column, body, compute) => {
+    if (run?.points?.[column]) {
+      note(storedQuery(run));
+      const found = await storedRows(run, column, signal);
+      return wanted.map((at) => found.rows[found.positions.indexOf(at)]);
+    }
+    if (text.isWhole === false) throw new Error("Not all tokens of the run are stored: it cannot be computed now.");
+    note({ method: "POST", path: "v1/completions", body });
+    computes();
+    return compute();
+  };
+  if (chosen) {
+    const { name, column, linear, spec } = chosen;
+    if (spec.model && spec.model !== model) throw new Error(`${name} is a readout of ${spec.model}, and the answer is ${model}’s.`);
+    const some = text.readouts?.[name]?.rows ?? (await taken(linear && COLUMN + name, scoresBody(model, ids, spec, wanted, more), () => scores(model, ids, spec, wanted, signal, more)));
+    return span(0, count).map((i) => valueOf(spec, some[i], column));
+  }
+  const some = await taken(point, rowsBody(model, ids, [point], wanted, more), async () => {
+    const found = Object.values(await rows(model, ids, [point], wanted, signal, more));
+    if (found.length > 1) throw new Error(`${point} names ${found.length} points: name one of them.`);
+    return found[0];
+  });
+  if (!direction) return some.map((row) => (row ? norm(row) : NaN));
+  const along = await vector(direction, signal);
+  const length = norm(along);
+  return some.map((row) => {
+    if (row && row.length !== along.length) throw new Error(`The vector has ${along.length} numbers, the point ${row.length}.`);
+    return row ? dot(row, along) / length : NaN;
+  });
 }

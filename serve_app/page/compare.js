@@ -6,7 +6,7 @@ import { legend, paint, scale } from "./scales.js";
 import { dot, norm } from "./tensors.js";
 import { work } from "./work.js";
 
-/** Shows two runs in `place`, each as read by `runs.js`; returns a function that recolours them after a change of theme. */
+/** Shows two runs in `place`, each as read by `runs.js`. */
 export function comparison(place, one, two) {
   const shared = one.names.filter((name) => two.names.includes(name) && !name.endsWith(".attention.weights"));
   const last = Math.max(one.positions.at(-1) ?? 0, two.positions.at(-1) ?? 0);
@@ -65,5 +65,4 @@ export function comparison(place, one, two) {
     h("div", { class: "row" }, field("How far apart at", point), measuring.stop, key, trouble),
     h("ol", { class: "pairs", "aria-label": "Tokens of both runs" }, ...cells.map(({ element }) => element)),
   );
-  return draw;
 }

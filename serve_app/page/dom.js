@@ -1,10 +1,8 @@
 // Elements without markup: text is only inserted as text, which the Content-Security-Policy enforces as well.
 
 /**
- * Makes an element.
- * @param {string} tag
- * @param {Object} props Properties; `class`, `role`, `for`, `aria-...` and `data-...` are set as attributes, `on...` listens.
- * @param {...(Node|string|null|Array)} children Strings become text.
+ * Makes an element. Of `props`, `class`, `role`, `for`, `aria-...` and `data-...` are set as attributes, `on...` listens,
+ * others are properties. Of `children`, strings become text.
  */
 export function h(tag, props = {}, ...children) {
   const made = document.createElement(tag);
@@ -24,8 +22,6 @@ export const button = (text, onclick, props = {}) => h("button", { type: "button
 let numbers = 0;
 /** An id that no other element has. */
 export const newId = (stem) => `${stem}-${++numbers}`;
-
-export const RELOAD = "Reload the page if that goes on."; // a module failed to load, perhaps because the server has newer ones
 
 /** A form control with its label, and a hint below if there is one. */
 export function field(label, control, hint) {
@@ -48,31 +44,42 @@ export function choose(options, props = {}) {
   return made;
 }
 
-/** Replaces a select's options, and keeps the choice if it still exists. */
+/** Replaces a select's options, and keeps the choice if it still exists; returns whether it does. */
 export function fill(select, options) {
   const chosen = select.value;
   select.replaceChildren(...options.map(([value, text]) => h("option", { value }, text ?? value)));
-  if (options.some(([value]) => String(value) === chosen)) select.value = chosen;
+  const isKept = options.some(([value]) => String(value) === chosen);
+  if (isKept) select.value = chosen;
+  return isKept;
 }
 
 /** A table of texts and nodes, which scrolls separately if it is too wide. */
 export function table(caption, heads, rows) {
-  const cells = (row) => row.map((cell) => h("td", {}, cell));
-  return h(
-    "div",
-    { class: "scroll", tabIndex: 0, role: "region", "aria-label": caption },
-    h(
-      "table",
-      {},
-      h("caption", {}, caption),
-      h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))),
-      h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells(row)))),
-    ),
-  );
+  const head = h("thead", {}, h("tr", {}, ...heads.map((one) => h("th", { scope: "col" }, one))));
+  const body = h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map((cell) => h("td", {}, cell)))));
+  return h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": caption }, h("table", {}, h("caption", {}, caption), head, body));
 }
 
 /** The text of an empty place. */
 export const empty = (...text) => h("p", { class: "empty" }, ...text);
+
+/**
+ * The details beside a view: `{ element, show(...parts) }`; without parts, the hint is shown. A narrow window shows them
+ * as a sheet at its bottom, which Escape and a button close.
+ */
+export function detailPane(label, hint) {
+  const shown = h("div");
+  const close = button("Close", () => (show(), goTo(before)), { class: "close" });
+  const element = h("aside", { "aria-label": label }, close, shown);
+  let before = null; // what had the focus
+  function show(...parts) {
+    if (!element.contains(document.activeElement)) before = document.activeElement;
+    shown.replaceChildren(...(parts.length ? parts : [empty(hint)]));
+  }
+  document.addEventListener("keydown", (event) => event.key === "Escape" && !event.defaultPrevented && close.checkVisibility() && close.click());
+  show();
+  return { element, show };
+}
 
 /** An error in its place, with advice and a button to try again, which passes the focus to `home()`. */
 export function errorNote(error, again, home) {
@@ -114,15 +121,6 @@ export function perFrame(paint) {
       waits = false;
       paint();
     });
-  };
-}
-
-/** Calls `act` once there was no call for `ms`. */
-export function whenQuiet(act, ms = 250) {
-  let timer = 0;
-  return () => {
-    clearTimeout(timer);
-    timer = setTimeout(act, ms);
   };
 }
 

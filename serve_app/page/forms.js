@@ -1,6 +1,7 @@
 // Shared forms: sampling settings, and a text with its answer.
 
-import { check, choose, errorNote, field, h } from "./dom.js";
+import { get } from "./api.js";
+import { check, choose, errorNote, field, fill, h } from "./dom.js";
 import { asBool, asIds, asNumber, asText } from "./state.js";
 
 const numeric = (value, props) => h("input", { type: "number", value: value ?? "", ...props });
@@ -59,14 +60,7 @@ export function source({ text, label = "Text", max = 24, onchange = () => {} }) 
     ids = null;
     said();
   });
-  const element = h(
-    "div",
-    { class: "source" },
-    field(label, box),
-    from,
-    chatLabel,
-    h("details", {}, h("summary", {}, "Answer and sampling"), settings.element),
-  );
+  const element = h("div", {}, field(label, box), from, chatLabel, h("details", {}, h("summary", {}, "Answer and sampling"), settings.element));
   element.addEventListener("input", onchange);
   const read = () => ({ text: box.value, chat: asChat.checked, ...(ids ? { ids, count, model: its } : {}), ...settings.read() });
   return {
@@ -90,27 +84,35 @@ export function source({ text, label = "Text", max = 24, onchange = () => {} }) 
   };
 }
 
-/** A choice of one layer, or of all. */
+/** Lists the uploaded tensors in a select. */
+export async function fillTensors(select) {
+  const { data } = await get("v1/tensors", { limit: 1000 });
+  const found = data.flatMap(({ id, tensors }) =>
+    Object.entries(tensors).map(([name, { shape }]) => [Object.keys(tensors).length > 1 ? `${id}/${name}` : id, `${name} [${shape.join(", ")}] ${id}`]),
+  );
+  fill(select, found.length ? found : [["", "none is stored"]]);
+}
+
+/** A choice of one layer, at first the middle one, or of all. */
 export function layers(withAll) {
   const select = choose([]);
   let said = null; // the error of requesting the layers
+  const set = (count) => {
+    const numbers = Array.from({ length: count }, (_, i) => [String(i), `layer ${i}`]);
+    const isKept = fill(select, [...(withAll ? [["all", "all layers"]] : []), ...numbers]);
+    if (!isKept) select.value = String(Math.floor(count / 2));
+  };
   return {
     element: select,
-    set: (count, first) => {
-      const chosen = select.value;
-      const numbers = Array.from({ length: count }, (_, i) => [String(i), `layer ${i}`]);
-      select.replaceChildren(...[...(withAll ? [["all", "all layers"]] : []), ...numbers].map(([value, name]) => h("option", { value }, name)));
-      const wanted = [chosen, first, String(Math.floor(count / 2))].find((one) => one !== undefined && one !== "" && [...select.options].some(({ value }) => value === String(one)));
-      select.value = wanted ?? "";
-    },
+    set,
     /** Offers the layers of the served model once they are known; errors are shown in `trouble`. */
-    know: async function (app, trouble) {
+    know: async (app, trouble) => {
       const model = app.model();
       if (!model) return;
       said?.remove();
       try {
         const { layers: count } = await app.structure(model);
-        if (model === app.model()) this.set(count);
+        if (model === app.model()) set(count);
       } catch (error) {
         if (error.status === 401 || model !== app.model()) return;
         said?.remove();

@@ -1,12 +1,12 @@
 // Lens: what each layer would predict after each token, and the effect of patching one token into another.
 
 import { ApiError, post } from "./api.js";
-import { button, choose, empty, field, h, named, percent, quoted } from "./dom.js";
+import { button, choose, detailPane, empty, field, h, named, percent, quoted } from "./dom.js";
 import { source } from "./forms.js";
 import { answered, complete, continuing, isTooLarge, lens, lensBody, span } from "./recompute.js";
-import { legend, onTheme, rankScale, scale, SURE } from "./scales.js";
+import { legend, PROBABILITY, rankScale, scale } from "./scales.js";
 import { asText } from "./state.js";
-import { answerPane, asPlain, details, onLook, pinning, ranking } from "./tokens.js";
+import { answerPane, asPlain, details, onLook, parting, pinning, ranking } from "./tokens.js";
 import { work } from "./work.js";
 import "./code.js";
 import "./grid.js";
@@ -17,19 +17,19 @@ const LONG = 20; // tokens of a selected cell
 const PATCHED = 40; // new tokens after a patch, at most
 const LAST = "the last layer’s token";
 const BY = {
-  probability: ["probability of the top token", () => scale({ title: "probability of the top token" }), ({ logprob }) => Math.exp(logprob)],
-  last: [`probability of ${LAST}`, () => scale({ title: `probability of ${LAST}` }), ({ last }) => Math.exp(last.logprob)],
-  rank: [`rank of ${LAST}`, () => rankScale(`rank of ${LAST}`), ({ last }) => last.rank],
+  probability: { scale: scale({ title: "probability of the top token" }), of: ({ logprob }) => Math.exp(logprob) },
+  last: { scale: scale({ title: `probability of ${LAST}` }), of: ({ last }) => Math.exp(last.logprob) },
+  rank: { scale: rankScale(`rank of ${LAST}`), of: ({ last }) => last.rank },
 };
 
 export function view(app) {
   const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: () => ((patched = chosen = null), pins.write(), app.changed()) });
   const run = h("button", { class: "main" }, "Read the layers");
-  const by = choose(Object.entries(BY).map(([name, [title]]) => [name, title]));
+  const by = choose(Object.entries(BY).map(([name, { scale: { title } }]) => [name, title]));
   const key = h("div");
   const grid = document.createElement("lens-grid");
   const held = h("div", {}, empty("Give a text, or open one from a chat’s answer. Each column shows, layer by layer, which token the model would put after that place."));
-  const about = h("aside", { "aria-label": "Cell" }, empty("Choose a cell for its likeliest tokens."));
+  const about = detailPane("Cell", "Choose a cell for its likeliest tokens. Drag one onto another token to patch it there.");
   const trouble = h("div");
   const result = h("div", { class: "patched" });
   const status = h("p", { class: "wait", role: "status" });
@@ -37,7 +37,7 @@ export function view(app) {
   const [patchTrouble, cellTrouble] = [h("div"), h("div")];
   const reading = work({ trouble, starts: run, status }); // the text
   const columns = work({ trouble, status, home: () => run }); // the visible ones; the grid would read on when it gets the focus
-  const peeking = work({ trouble: cellTrouble, what: "reading the cell", home: () => about.querySelector("h2") }); // into the selected cell
+  const peeking = work({ trouble: cellTrouble, what: "reading the cell", home: () => about.element.querySelector("h2") }); // into the selected cell
   const patching = work({ trouble: patchTrouble, what: "the patch", home: () => result.querySelector("h2") });
   let text = null; // { model, ids, texts, count, asked }
   let cells = []; // position -> `{ layers }`, the lens of a token
@@ -54,7 +54,7 @@ export function view(app) {
     from.element,
     h("div", { class: "row" }, run, reading.stop, columns.stop, field("Colour by", by), key),
   );
-  const element = h("div", { class: "split" }, h("section", { "aria-label": "Lens" }, form, trouble, held, status, result, code), about);
+  const element = h("div", { class: "split" }, h("section", { "aria-label": "Lens" }, form, trouble, held, status, result, code), about.element);
 
   const at = (position, layer) => cells[position]?.layers[layer];
   function cell(position, layer) {
@@ -63,20 +63,12 @@ export function view(app) {
     const told = { probability: percent(Math.exp(top.logprob)), last: `${LAST} at ${percent(Math.exp(last.logprob))}`, rank: `${LAST} at rank ${last.rank}` };
     return { text: top.token, said: `${named(top.token)}, ${told[by.value]}`, logprob: top.logprob, last };
   }
-  function colours() {
-    const [, make, value] = BY[by.value];
-    const of = make();
-    key.replaceChildren(legend(of));
-    return (one) => of.colour(value(one));
-  }
-  let colour = colours();
-  const recolour = () => {
-    colour = colours();
+  function recolour() {
+    key.replaceChildren(legend(BY[by.value].scale));
     if (text) grid.refresh();
-    app.changed();
-  };
-  by.addEventListener("change", recolour);
-  onTheme(recolour);
+  }
+  by.addEventListener("change", () => (recolour(), app.changed()));
+  recolour();
 
   async function begin() {
     columns.end();
@@ -100,7 +92,7 @@ export function view(app) {
   function clear() {
     for (const one of [columns, peeking, patching]) one.end();
     for (const one of [trouble, cellTrouble, patchTrouble, result]) one.replaceChildren();
-    about.replaceChildren(empty("Choose a cell for its likeliest tokens. Drag one onto another token to patch it there."));
+    about.show();
     cells = [];
   }
 
@@ -108,7 +100,7 @@ export function view(app) {
     clear();
     text = found;
     held.replaceChildren(grid);
-    grid.show({ texts: text.texts, count: text.count, layers: span(0, layers), cell, colours: (one) => colour(one), need: (first, end) => ((wanted = [first, end]), readNext()) });
+    grid.show({ texts: text.texts, count: text.count, layers: span(0, layers), cell, colours: (one) => BY[by.value].scale.colour(BY[by.value].of(one)), need: (first, end) => ((wanted = [first, end]), readNext()) });
   }
 
   /** Reads the missing visible columns, a window at a time. */
@@ -151,7 +143,7 @@ export function view(app) {
     if (at(position, layer)) fillIn(at(position, layer));
     const target = choose(text.texts.map((one, at) => [at, `${at}: ${named(one)}`]).filter(([at]) => at !== position), { id: "patch-target" });
     const apply = button("Patch it there", () => patchAnew({ position, layer }, { position: Number(target.value), layer }));
-    const parts = [
+    about.show(
       h("h2", {}, `Layer ${layer}`),
       list,
       peeking.stop,
@@ -159,8 +151,7 @@ export function view(app) {
       h("h3", {}, "Patch"),
       h("p", {}, "Put this layer’s output at this token in the place of another token’s:"),
       h("div", { class: "row" }, h("label", { for: target.id }, "Token"), target, apply),
-    ];
-    about.replaceChildren(...parts);
+    );
     const body = lensBody(text.model, text.ids, position, position + 1, LONG, [layer]);
     peeking.run(async (signal) => {
       const [one] = await lens(body, signal);
@@ -187,12 +178,12 @@ export function view(app) {
     const panes = ["As it was", "Patched"].map((name) => answerPane(name, "h3"));
     const strips = panes.map(([, strip]) => strip);
     for (const strip of strips) {
-      strip.colour((token) => SURE.colour(Math.exp(token.logprob)));
-      onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], prompt.length + index)));
+      strip.colour((token) => PROBABILITY.colour(Math.exp(token.logprob)));
+      onLook(strip, (index) => about.show(...details(strip.tokens[index], prompt.length + index)));
     }
     pins.watch(strips);
     // Below the answers, the button would move with each line. On a line of its own, it would move them when it goes.
-    result.replaceChildren(h("h2", {}, title), h("div", { class: "row under" }, legend(SURE), patching.stop), patchTrouble, h("div", { class: "pair" }, ...panes.map(([made]) => made)));
+    result.replaceChildren(h("h2", {}, title), h("div", { class: "row under" }, legend(PROBABILITY), patching.stop), patchTrouble, h("div", { class: "pair" }, ...panes.map(([made]) => made)));
     result.scrollIntoView({ block: "nearest" });
     const record = {
       model,
@@ -210,17 +201,11 @@ export function view(app) {
       code.note("The row that is patched", { method: "POST", path: "v1/completions", body: record });
       code.note("The patched answer", { method: "POST", path: "v1/completions", body: bodies[1] });
       await Promise.all(bodies.map((body, i) => complete(body, (tokens, { text: said }) => strips[i].add(tokens, said), signal)));
-      compare(...strips);
+      result.append(h("p", { role: "status" }, parting(...strips)));
     }, () => patch(source, target));
     if (ended === null) return; // another patch, or none, is shown
     for (const [made, strip] of panes) made.append(asPlain(strip) ?? "");
     pins.restore();
-  }
-
-  function compare(one, other) {
-    const same = one.tokens.findIndex((token, i) => token.id !== other.tokens[i]?.id);
-    const said = same < 0 && one.tokens.length === other.tokens.length ? "The answer stays the same." : `The answers part at token ${same < 0 ? one.tokens.length : same}.`;
-    result.append(h("p", { role: "status" }, said));
   }
 
   return {
@@ -235,8 +220,8 @@ export function view(app) {
       clear();
       from.write(state);
       if (Object.hasOwn(BY, asText(state.by))) by.value = state.by;
-      colour = colours();
       text = null;
+      recolour();
       chosen = isCell(state.cell) ? state.cell : null;
       pins.write(state);
       patched = [state.patch?.from, state.patch?.to].every(isCell) ? state.patch : null;

@@ -1,7 +1,7 @@
 // The frame around the views: the current view, its model, and messages about the server.
 
-import { get, isThere, key, server } from "./api.js";
-import { button, copy, errorNote, fill, goTo, h, RELOAD, whenQuiet } from "./dom.js";
+import { get, key, server } from "./api.js";
+import { button, copy, errorNote, fill, goTo, h } from "./dom.js";
 import * as links from "./state.js";
 
 const VIEWS = {
@@ -13,6 +13,7 @@ const VIEWS = {
   readouts: ["Readouts", () => import("./readouts.js")],
 };
 const AGAIN_MS = 2000; // between two checks whether the server is back
+const KEEP_MS = 250; // after a change
 
 const place = document.getElementById("view");
 const notices = document.getElementById("notices");
@@ -23,6 +24,7 @@ const made = new Map(); // name -> an opened view, which is kept while another i
 const structures = new Map();
 const writes = new Map(); // name -> how often a history entry has set the view's state
 let shown = null;
+let keeping = 0; // the timer that will write the state
 let models = [];
 let isKnown = false; // whether the server has listed its models: it may have none
 
@@ -39,7 +41,10 @@ const app = {
     return structures.get(model);
   },
   /** Writes the view's state into the address, shortly after the last change. */
-  changed: whenQuiet(() => keep()),
+  changed: () => {
+    clearTimeout(keeping);
+    keeping = setTimeout(keep, KEEP_MS);
+  },
   /** Opens another view in a state, and starts it at a token. A link never does the latter, which makes the model work. */
   open: async (name, state, at) => {
     keep(); // going back then finds this view unchanged
@@ -97,7 +102,8 @@ async function activate(name) {
     if (!made.has(name)) made.set(name, view(app)); // two may have waited for it
   } catch (error) {
     if (shown !== name) return null;
-    place.replaceChildren(errorNote(Object.assign(error, { hint: RELOAD }), show, () => place));
+    const hint = "Reload the page if that goes on."; // the server may have newer modules
+    place.replaceChildren(errorNote(Object.assign(error, { hint }), show, () => place));
     return null;
   }
   if (shown !== name) return null;
@@ -114,7 +120,7 @@ async function know(isAgain = false) {
     found = (await get("v1/models")).data;
   } catch (error) {
     if (error.status !== 401 && !isAgain) notice("models", errorNote(error, () => know(), () => chooser));
-    return error.status && error.status !== 401 && soon();
+    return error.status !== 401 && soon();
   }
   const ids = (all) => JSON.stringify(all.map(({ id }) => id));
   const isSame = isAgain && isKnown && ids(found) === ids(models);
@@ -190,16 +196,10 @@ server.addEventListener("back", () => {
 });
 
 let timer = 0;
+/** Checks later, while the page is visible, for a server that is away or a model that is not served. */
 function soon() {
   clearTimeout(timer);
-  timer = setTimeout(lookAgain, AGAIN_MS);
-}
-
-/** While the page is visible, checks for a server that is away and for a model that is not served. */
-async function lookAgain() {
-  if (document.hidden) soon();
-  else if (!waiting) await know(true);
-  else if (!(await isThere())) soon();
+  timer = setTimeout(() => (document.hidden ? soon() : know(true)), AGAIN_MS);
 }
 
 nav.append(...Object.entries(VIEWS).map(([name, [title]]) => h("a", { href: `#${name}`, "data-view": name, onclick: keepState }, title)));

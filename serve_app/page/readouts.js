@@ -2,8 +2,8 @@
 
 import { address, get } from "./api.js";
 import { button, choose, empty, errorNote, field, fill, h, keepingFocus, newId, number, table, visible } from "./dom.js";
-import { readouts, scores, scoresBody, span, storedTokens, tokenized } from "./recompute.js";
-import { columns, legend, mostOf, onTheme, paint, scoreScale, titleOf, valueOf } from "./scales.js";
+import { readouts, scores, scoresBody, span, storedSessions, storedTokens, tokenized } from "./recompute.js";
+import { columns, legend, paint, scoreScale, titleOf, valueOf } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { work } from "./work.js";
 import "./code.js";
@@ -45,11 +45,10 @@ export function view(app) {
   opened.append(facts, form, status, result);
   const element = h("section", { "aria-label": "Readouts" }, held, trouble, opened, code);
   form.addEventListener("input", app.changed);
-  onTheme(() => best.length && draw());
 
   let installed = [];
   let name = "";
-  let best = []; // the largest: `{ score, at, texts, facts }`
+  let best = []; // distinct tokens, each at its largest value: `{ id, score, at, texts, facts, count }`
   let sought = null; // their readout: `[readout, column]`
 
   const home = () => held.querySelector("button, .scroll");
@@ -107,10 +106,10 @@ export function view(app) {
     valueField.hidden = isSae || one.values === 1;
     if (!isSae) fill(value, columns(one));
     try {
-      const { data } = await get("v1/activations/sessions", { model: one.model, limit: 100 });
+      const found = await storedSessions({ model: one.model });
       if (one.name !== name) return; // another one was chosen meanwhile
-      sessions.replaceChildren(...data.map(({ id }) => h("option", { value: id })));
-      session.placeholder = data.length ? data[0].id : NONE;
+      sessions.replaceChildren(...found.map(({ id }) => h("option", { value: id })));
+      session.placeholder = found[0]?.id ?? NONE;
     } catch (error) {
       if (one.name === name && error.status !== 401) trouble.replaceChildren(errorNote(error));
     }
@@ -130,13 +129,10 @@ export function view(app) {
 
   async function find() {
     clear();
-    if (!session.value && session.placeholder === NONE) {
-      status.textContent = `No run of ${readout().model} is stored. A chat stores its activations where “Store activations with the answer” is checked.`;
-      return;
-    }
-    session.value ||= session.placeholder;
+    if (session.placeholder !== NONE) session.value ||= session.placeholder;
     if (!session.value) {
-      status.textContent = "Name a session: the server has not listed any yet.";
+      const what = session.placeholder === NONE ? `No run of ${readout().model} is stored.` : "Name a session.";
+      status.textContent = `${what} A chat stores its activations where “Store activations with the answer” is checked.`;
       return;
     }
     app.changed();
@@ -152,6 +148,7 @@ export function view(app) {
     const { data, has_more: more } = await get("v1/activations/runs", query, signal);
     code.note("Runs", { method: "GET", path: "v1/activations/runs", query });
     let [tokens, runs, skipped] = [0, 0, 0];
+    const every = new Map(); // token id -> as in `best`
     for (const [i, of] of data.entries()) {
       status.textContent = `Reading run ${i + 1} of ${data.length}; ${tokens} tokens so far.`;
       const { ids, isWhole } = await storedTokens(of, signal);
@@ -162,8 +159,15 @@ export function view(app) {
       const positions = span(0, ids.length);
       code.note("The values of a run", { method: "POST", path: "v1/completions", body: scoresBody(one.model, ids, one, positions) });
       const [found, { texts }] = await Promise.all([scores(one.model, ids, one, positions, signal), tokenized(one.model, { ids }, signal)]);
-      best.push(...found.map((row, j) => ({ score: valueOf(one, row, at), at: j, texts, facts: of })).filter(({ score }) => (one.kind === "sae" ? score > 0 : Number.isFinite(score))));
-      best = best.sort((a, b) => b.score - a.score).slice(0, KEPT);
+      for (const [j, row] of found.entries()) {
+        const score = valueOf(one, row, at);
+        if (one.kind === "sae" ? !(score > 0) : !Number.isFinite(score)) continue;
+        const held = every.get(ids[j]) ?? { id: ids[j], score: -Infinity, count: 0 };
+        every.set(ids[j], held);
+        held.count += 1;
+        if (score > held.score) Object.assign(held, { score, at: j, texts, facts: of });
+      }
+      best = [...every.values()].sort((a, b) => b.score - a.score).slice(0, KEPT);
       [tokens, runs] = [tokens + ids.length, runs + 1];
       draw();
     }
@@ -175,15 +179,15 @@ export function view(app) {
 
   function draw() {
     const [one, at] = sought;
-    const of = scoreScale(one, at, mostOf(best.map(({ score }) => score)));
+    const of = scoreScale(one, at, Math.max(...best.map(({ score }) => Math.abs(score))));
     const text = (found) => {
       const piece = (from, to) => found.texts.slice(Math.max(from, 0), to).map(visible).join("");
       const token = h("mark", {}, visible(found.texts[found.at]));
       paint(token, of.colour(found.score));
       return h("span", { class: "text" }, piece(found.at - AROUND, found.at).trimStart(), token, piece(found.at + 1, found.at + 1 + AROUND));
     };
-    const row = (found) => [number(found.score, 4), text(found), String(found.at), button(found.facts.run_id, () => app.open("runs", { session: found.facts.session_id, run: found.facts.run_id }), { class: "link" })];
-    result.replaceChildren(...(best.length ? [legend(of), table(`The strongest tokens of ${titleOf(one, at)}`, ["Value", "Token in its text", "Position", "Run"], best.map(row))] : []));
+    const row = (found) => [number(found.score, 4), text(found), String(found.count), String(found.at), button(found.facts.run_id, () => app.open("runs", { session: found.facts.session_id, run: found.facts.run_id }), { class: "link" })];
+    result.replaceChildren(...(best.length ? [legend(of), table(`The strongest tokens of ${titleOf(one, at)}`, ["Largest value", "Token in its text", one.kind === "sae" ? "Times above 0" : "Times", "Position", "Run"], best.map(row))] : []));
   }
 
   return {

@@ -4,7 +4,9 @@ import { bytes, get, post, stream } from "./api.js";
 import { columns } from "./arrow.js";
 import { rowsOf, tensors } from "./tensors.js";
 
-const LIMITS = new Set(["capture_too_large", "logit_lens_too_large", "readouts_too_large"]);
+/** Whether fewer positions in a request may be allowed. */
+export const isTooLarge = ({ code }) => ["capture_too_large", "logit_lens_too_large", "readouts_too_large"].includes(code);
+
 const MOST_FEATURES = 1024; // the most that a request may ask for a token
 
 /** The tokens of a source form's text: `{ ids, texts, count }`, of which `count` belong to the prompt. */
@@ -43,12 +45,7 @@ export async function answered(model, asked, code, signal) {
 
 /** The fields of a request that continues these token ids. */
 export const continuing = (model, ids, { max_tokens, temperature, top_p, seed }, more = {}) => ({
-  model,
-  prompt: ids,
-  max_tokens,
-  temperature,
-  top_p,
-  seed,
+  ...{ model, prompt: ids, max_tokens, temperature, top_p, seed },
   logprobs: 5,
   return_token_ids: true,
   ...more,
@@ -67,18 +64,9 @@ export async function complete(body, ontokens, signal) {
 }
 
 function ofCompletion({ logprobs, token_ids: ids = [] }) {
-  return (logprobs?.tokens ?? []).map((text, i) => ({
-    text,
-    id: ids[i],
-    logprob: logprobs.token_logprobs[i] ?? undefined,
-    top: ranked(logprobs.top_logprobs[i]),
-  }));
+  const ranked = (top) => Object.entries(top ?? {}).map(([text, logprob]) => ({ text, logprob })).sort((a, b) => b.logprob - a.logprob);
+  return (logprobs?.tokens ?? []).map((text, i) => ({ text, id: ids[i], logprob: logprobs.token_logprobs[i] ?? undefined, top: ranked(logprobs.top_logprobs[i]) }));
 }
-
-const ranked = (top) =>
-  Object.entries(top ?? {})
-    .map(([text, logprob]) => ({ text, logprob }))
-    .sort((a, b) => b.logprob - a.logprob);
 
 /**
  * The request for the lens at positions `from` to before `to` of these tokens, with the rank of the last layer's top
@@ -107,13 +95,12 @@ export const again = (interventions, offset) => (end) => ({
   interventions: interventions.map((one) => ({ ...one, tokens: placed(one.tokens, offset, end) })),
 });
 
-const placed = (tokens, offset, end) => ({ all: "all", prompt: { from: 0, to: offset }, prompt_last: { from: offset - 1, to: offset }, generated: { from: offset, to: end } })[tokens];
+const placed = (tokens, offset, end) => ({ prompt_last: { from: offset - 1, to: offset }, generated: { from: offset, to: end } })[tokens] ?? tokens;
 
-const nothing = () => ({});
 const upTo = (ids, positions) => ids.slice(0, Math.max(...positions) + 1);
 
 /** The request for rows of a point at some positions, inline in the answer; `more(end)` adds fields for its `end` tokens. */
-export const rowsBody = (model, ids, points, positions, more = nothing) => ({
+export const rowsBody = (model, ids, points, positions, more = () => ({})) => ({
   model,
   prompt: upTo(ids, positions),
   max_tokens: 0,
@@ -121,13 +108,10 @@ export const rowsBody = (model, ids, points, positions, more = nothing) => ({
   ...more(upTo(ids, positions).length),
 });
 
-/**
- * Rows of points by the point's name; each request has as many positions as the server allows. With `isOne`, a single
- * request has all of them, or fails.
- */
-export async function rows(model, ids, points, positions, signal, more, isOne = false) {
+/** Rows of points by the point's name; each request has as many positions as the server allows. */
+export async function rows(model, ids, points, positions, signal, more) {
   const found = {};
-  await inParts(positions, isOne, async (some) => {
+  await inParts(positions, async (some) => {
     const answer = await post("v1/completions", rowsBody(model, ids, points, some, more), signal);
     for (const [name, { data }] of Object.entries(answer.activations_meta.runs[0].points)) (found[name] ??= []).push(...data);
   });
@@ -135,7 +119,7 @@ export async function rows(model, ids, points, positions, signal, more, isOne = 
 }
 
 /** The request for a readout's values at some positions; `more` as in `rowsBody`. */
-export const scoresBody = (model, ids, { name, kind, values }, positions, more = nothing) => ({
+export const scoresBody = (model, ids, { name, kind, values }, positions, more = () => ({})) => ({
   model,
   prompt: upTo(ids, positions),
   max_tokens: 0,
@@ -146,14 +130,14 @@ export const scoresBody = (model, ids, { name, kind, values }, positions, more =
 /** A readout's values at some positions: a list for each, or for an autoencoder `[{ feature, value }]`, the largest first. */
 export async function scores(model, ids, readout, positions, signal, more) {
   const found = [];
-  await inParts(positions, false, async (some) => {
+  await inParts(positions, async (some) => {
     const answer = await post("v1/completions", scoresBody(model, ids, readout, some, more), signal);
     found.push(...answer.choices[0].readouts[readout.name].prompt.values);
   });
   return found;
 }
 
-async function inParts(positions, isOne, read) {
+async function inParts(positions, read) {
   let step = positions.length;
   for (let first = 0; first < positions.length; ) {
     const some = positions.slice(first, first + step);
@@ -161,13 +145,11 @@ async function inParts(positions, isOne, read) {
       await read(some);
       first += some.length;
     } catch (error) {
-      if (!LIMITS.has(error.code) || step === 1 || isOne) throw error;
+      if (!isTooLarge(error) || step === 1) throw error;
       step = Math.ceil(step / 2);
     }
   }
 }
-
-export const isTooLarge = (error) => LIMITS.has(error?.code);
 
 /** The request that says where a stored run lies. */
 export const storedQuery = ({ session_id: session, run_id: run }) => ({ method: "GET", path: "v1/activations/runs", query: { session, run } });
@@ -178,17 +160,32 @@ export const fileOf = ({ session_id: session, file, owner }) => [
   owner ? { owner } : {},
 ];
 
+/** All sessions that fit the filters, the last used ones first. */
+export async function storedSessions(filters, signal) {
+  const found = [];
+  for (let after = ""; ; ) {
+    const { data, has_more: more } = await get("v1/activations/sessions", { ...filters, limit: 1000, after }, signal);
+    found.push(...data);
+    if (!more) return found.sort((a, b) => b.updated - a.updated);
+    const { id, owner } = data.at(-1);
+    after = owner ? `${id}@${owner}` : id;
+  }
+}
+
+const columnsOf = (facts, points, signal) =>
+  columns(facts, points, async (first, end) => (await bytes(...fileOf(facts), { signal, first, end })).arrayBuffer());
+
 /** Points of a stored run by name, as in `arrow.js`, with `position` and `token_id`. */
 export async function stored(run, points, signal) {
   const { path, query } = storedQuery(run);
   const { data } = await get(path, query, signal);
   if (!data.length) throw new Error(`The session ${run.session_id} has no run ${run.run_id} any more.`);
-  return columns(data[0], points, async (first, end) => (await bytes(...fileOf(data[0]), { signal, first, end })).arrayBuffer());
+  return columnsOf(data[0], points, signal);
 }
 
-/** The stored tokens of a run. */
+/** The stored tokens of a run that the server has listed. */
 export async function storedTokens(facts, signal) {
-  const found = await stored(facts, [], signal);
+  const found = await columnsOf(facts, [], signal);
   const [ids, positions] = [[...found.token_id.values], [...found.position.values]];
   return { names: Object.keys(facts.points), ids, positions, isWhole: positions.length === facts.tokens };
 }
@@ -207,22 +204,14 @@ export async function readouts(model, signal) {
 
 /** The direction in which a linear readout's value grows fastest, as numbers. */
 export async function directionOf({ name }, column, signal) {
-  const { tensors: found } = await tensors(await bytes(`v1/readouts/${encodeURIComponent(name)}/file`, {}, { signal }));
+  const found = await tensors(await bytes(`v1/readouts/${encodeURIComponent(name)}/file`, {}, { signal }));
   const row = rowsOf(found.weight)[column];
   return Array.from(row, (weight, i) => weight / (found.std?.values[i] ?? 1)); // rows are standardized first
-}
-
-/** The uploaded vectors: `[name, shape]` of each. */
-export async function vectors(signal) {
-  const { data } = await get("v1/tensors", { limit: 1000 }, signal);
-  return data.flatMap(({ id, tensors: held }) =>
-    Object.entries(held).map(([name, { shape }]) => [Object.keys(held).length > 1 ? `${id}/${name}` : id, name, shape]),
-  );
 }
 
 /** One uploaded vector. */
 export async function vector(name, signal) {
   const [id, ...rest] = name.split("/");
-  const { tensors: found } = await tensors(await bytes(`v1/tensors/${encodeURIComponent(id)}`, {}, { signal }));
+  const found = await tensors(await bytes(`v1/tensors/${encodeURIComponent(id)}`, {}, { signal }));
   return Array.from(found[rest.join("/")]?.values ?? Object.values(found)[0].values);
 }

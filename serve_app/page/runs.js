@@ -1,18 +1,18 @@
 // Stored runs: a list, and the stored values of one in the same views as new requests.
 
-import { get } from "./api.js";
+import { bytes, call, get } from "./api.js";
 import { colouring } from "./colouring.js";
 import { comparison } from "./compare.js";
 import { button, choose, empty, field, goTo, h, keepingFocus, number, table, visible } from "./dom.js";
-import { downloads } from "./downloads.js";
-import { complete, storedTokens, textsOf } from "./recompute.js";
-import { COLUMN, onTheme } from "./scales.js";
+import { complete, fileOf, storedSessions, storedTokens, textsOf } from "./recompute.js";
+import { COLUMN } from "./scales.js";
 import { asText } from "./state.js";
-import { details, onLook, pinning } from "./tokens.js";
+import { details, onLook, pinning, tokenPane } from "./tokens.js";
 import { work } from "./work.js";
 import "./code.js";
 
 const SHOWN = 50; // sessions or runs of a page
+const PREVIEW = 24; // tokens of a listed run's prompt, and as many of its answer
 const PATTERN = ".attention.weights";
 const RESIDUAL = /^layers\.\d+\.(input|resid_mid|output)$/;
 
@@ -32,6 +32,7 @@ export function view(app) {
   );
   const held = h("div");
   const opened = h("div");
+  const about = tokenPane();
   const trouble = h("div");
   const code = document.createElement("request-code");
   const element = h("section", { "aria-label": "Stored runs" }, h("details", {}, h("summary", {}, "Filters"), form), trouble, held, opened, code);
@@ -46,17 +47,13 @@ export function view(app) {
   const extra = h("div"); // errors of scoring a run's tokens, and
   const scored = h("span", { class: "from", role: "status" });
   const scoring = work({ trouble: extra, what: "scoring", home: () => opened.querySelector("token-strip") });
+  const previewing = work({ trouble: h("div") }); // the texts of the listed runs, without which the list is of use, too
   const pins = pinning(app.changed); // of the open run
-  let repaint = () => {}; // recolours the open run after a change between dark and light
-  onTheme(() => repaint());
 
-  const filled = () => ({
-    model: filters.model.value,
-    tag: filters.tag.value,
-    sample_id: filters.sample_id.value,
-    since: seconds(filters.since.value),
-    until: seconds(filters.until.value),
-  });
+  const filled = () => {
+    const given = Object.entries(filters).filter(([, { value }]) => value);
+    return Object.fromEntries(given.map(([name, { type, value }]) => [name, type === "datetime-local" ? new Date(value).getTime() / 1000 : value]));
+  };
 
   /** Runs a step that reads from the server and shows the result. */
   function reads(step) {
@@ -66,21 +63,29 @@ export function view(app) {
 
   const list = () => (session ? openSession(session) : listSessions());
 
-  function listSessions(after = "") {
+  function listSessions(first = 0) {
     session = run = other = listed = "";
     app.changed();
+    previewing.end();
     opened.replaceChildren();
     return reads(async (signal) => {
-      const query = { ...filled(), limit: SHOWN, after };
-      const { data, has_more: more } = await get("v1/activations/sessions", query, signal);
-      code.note("Sessions", { method: "GET", path: "v1/activations/sessions", query: sent(query) });
-      if (!data.length) return held.replaceChildren(empty(after ? "There are no more." : "Nothing is stored that fits. A chat stores its activations where “Store activations with the answer” is checked; every request does with a capture."));
-      const rows = data.map((one) => [button(one.id, () => openSession(one.id), { class: "link" }), String(one.runs), String(one.tokens), size(one.bytes), one.models.join(", "), time(one.updated), one.pinned ? "pinned" : ""]);
+      code.note("Sessions", { method: "GET", path: "v1/activations/sessions", query: { ...filled(), limit: 1000 } });
+      const found = await storedSessions(filled(), signal);
+      if (!found.length) return held.replaceChildren(empty("Nothing is stored that fits. A chat stores its activations where “Store activations with the answer” is checked; every request does with a capture."));
+      const row = (one) => [button(one.id, () => openSession(one.id), { class: "link" }), time(one.updated), String(one.runs), String(one.tokens), size(one.bytes), one.models.join(", "), one.pinned ? "pinned" : "", button("Delete", () => remove(one), { "aria-label": `Delete ${one.id}` })];
       held.replaceChildren(
-        table("Sessions", ["Session", "Runs", "Tokens", "Bytes", "Models", "Last run", "Pin"], rows),
-        h("p", { class: "row" }, after ? button("From the beginning", () => listSessions()) : null, more ? button("More", () => listSessions(data.at(-1).id)) : null),
+        table("Sessions, the last used first", ["Session", "Last run", "Runs", "Tokens", "Bytes", "Models", "Pin", "Delete"], found.slice(first, first + SHOWN).map(row)),
+        h("p", { class: "row" }, first ? button("From the beginning", () => listSessions()) : null, first + SHOWN < found.length ? button("More", () => listSessions(first + SHOWN)) : null),
       );
-      return null;
+    });
+  }
+
+  /** Deletes a session after a confirmation, and lists the others. */
+  function remove({ id, owner }) {
+    if (!confirm(`Delete the session ${id} with all of its runs and files? This cannot be undone.`)) return;
+    reads(async () => {
+      await call("DELETE", `v1/activations/session/${encodeURIComponent(id)}`, { query: { owner } });
+      await listSessions();
     });
   }
 
@@ -97,33 +102,51 @@ export function view(app) {
     if (listed !== session) return openSession(session);
     for (const one of [reading, scoring]) one.end();
     run = other = "";
-    repaint = () => {};
     opened.replaceChildren();
     goTo(held.querySelector("h2"));
     return app.changed();
   }
 
   async function showSession(after, signal) {
-    const query = { ...filled(), session, limit: SHOWN, after };
+    const query = { ...filled(), session, limit: SHOWN, ...(after ? { after } : {}) };
     const { data, has_more: more } = await get("v1/activations/runs", query, signal);
-    code.note("Runs", { method: "GET", path: "v1/activations/runs", query: sent(query) });
+    code.note("Runs", { method: "GET", path: "v1/activations/runs", query });
     const boxes = new Map();
     const compare = button("Compare the two", () => {
       const [one, two] = [...boxes].filter(([, box]) => box.checked).map(([id]) => id);
       openRun(one, two);
     }, { disabled: true });
-    const row = (one) => {
+    const texts = data.map((one) => [one, h("span", { class: "words" }, "…")]);
+    const row = ([one, text]) => {
       const box = h("input", { type: "checkbox", "aria-label": `Compare ${one.run_id}`, onchange: () => (compare.disabled = [...boxes.values()].filter(({ checked }) => checked).length !== 2) });
       boxes.set(one.run_id, box);
-      return [box, button(one.run_id, () => (pins.write(), openRun(one.run_id)), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), h("span", { class: "words" }, tagsOf(one)), one.finish_reason ?? ""];
+      return [box, button(one.run_id, () => (pins.write(), openRun(one.run_id)), { class: "link" }), text, time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), h("span", { class: "words" }, tagsOf(one)), one.finish_reason ?? ""];
     };
-    const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
+    const heads = ["Compare", "Run", "Text, the answer marked", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
     listed = session;
     held.replaceChildren(
       h("div", { class: "row" }, button("All sessions", () => listSessions()), h("h2", {}, session), ...downloads(session, "", trouble)),
-      data.length ? table(`Runs of ${session}`, heads, data.map(row)) : empty("No run fits the filters."),
+      data.length ? table(`Runs of ${session}`, heads, texts.map(row)) : empty("No run fits the filters."),
       h("p", { class: "row" }, compare, more ? button("More", () => openSession(session, data.at(-1).run_id)) : null),
     );
+    previewing.run(async (end) => {
+      for (const [facts, text] of texts) text.replaceChildren(...(await preview(facts, end)));
+    });
+  }
+
+  /** The end of a run's prompt and the beginning of its answer, or why they cannot be read. */
+  async function preview(facts, signal) {
+    try {
+      const { ids, positions } = await storedTokens(facts, signal);
+      const begins = positions.filter((at) => at < facts.prompt_tokens).length;
+      const from = Math.max(begins - PREVIEW, 0);
+      const { texts } = await textsOf(facts.model, ids.slice(from, begins + PREVIEW), signal);
+      const [prompt, answer] = [texts.slice(0, begins - from), texts.slice(begins - from)].map((some) => some.map(visible).join(""));
+      return [from ? "… " : "", prompt, answer ? h("mark", {}, answer) : ""];
+    } catch (error) {
+      if (!error.status) throw error; // stopped, or the server is away
+      return [error.message];
+    }
   }
 
   async function openRun(id, second = "") {
@@ -135,8 +158,7 @@ export function view(app) {
       opened.replaceChildren(waits);
       try {
         const found = await Promise.all([id, second].filter(Boolean).map((one) => readRun(one, signal)));
-        repaint = () => {};
-        if (second) repaint = comparison(opened, ...found);
+        if (second) comparison(opened, ...found);
         else show(found[0]);
         opened.scrollIntoView({ block: "start" });
         if (element.contains(document.activeElement)) goTo(opened.querySelector("h2"));
@@ -168,13 +190,13 @@ export function view(app) {
     strip.setAttribute("aria-label", "Tokens of the run");
     strip.set(tokens);
     pins.watch([strip]);
-    const about = h("aside", { "aria-label": "Token" }, ...details());
+    about.show();
     const colours = colouring(app, { code, stored: true, onchange: () => ((colour = colours.read()), app.changed(), recolour()) });
     colours.setPoints(names.filter((name) => !name.endsWith(PATTERN) && !name.startsWith(COLUMN)), of.lacking);
     colours.write(colour);
     for (const one of [extra, scored]) one.replaceChildren();
     const later = h("div"); // a colour that is not computed automatically
-    const look = (index) => about.replaceChildren(...details(strip.tokens[index], of.positions[index] ?? "", colours.scores(strip, index)));
+    const look = (index) => about.show(...details(strip.tokens[index], of.positions[index] ?? "", colours.scores(strip, index)));
     const recolour = async () => {
       later.replaceChildren();
       await colours.apply(strip, { model: facts.model, ids, run: facts, positions: of.positions, isWhole: of.isWhole });
@@ -191,7 +213,7 @@ export function view(app) {
       h("p", { class: "from" }, `${facts.model}, ${time(facts.created)}, ${facts.prompt_tokens} + ${facts.tokens - facts.prompt_tokens} tokens${tags ? `, ${tags}` : ""}${of.isWhole ? "" : `; ${tokens.length} of them are stored`}`),
       of.served ? null : empty(`The model ${facts.model} is not served now, so that tokens show as their ids.`),
       h("p", { class: "row" }, ...downloads(session, facts.run_id, trouble), button("Close", close)),
-      h("div", { class: "split" }, h("div", {}, colours.element, later, strip, h("p", { class: "row" }, scored, scoring.stop), extra, more(of, strip, recolour)), about),
+      h("div", { class: "split" }, h("div", {}, colours.element, later, strip, h("p", { class: "row" }, scored, scoring.stop), extra, more(of, strip, recolour)), about.element),
       h("details", {}, h("summary", {}, `Points: ${names.length}`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
     ];
     opened.replaceChildren(...parts.filter(Boolean));
@@ -251,7 +273,7 @@ export function view(app) {
     },
     read: () => ({ session, run, other, colour, ...pins.read(), filters: Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
     write: (state) => {
-      for (const one of [reading, scoring]) one.end();
+      for (const one of [reading, scoring, previewing]) one.end();
       for (const [name, input] of Object.entries(filters)) input.value = asText(state.filters?.[name]);
       colour = state.colour ?? {};
       pins.write(state);
@@ -261,8 +283,35 @@ export function view(app) {
   };
 }
 
-const sent = (query) => Object.fromEntries(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined));
 const tagsOf = ({ tags }) => visible(Object.entries(tags).map(([name, value]) => `${name}=${value}`).join(", "));
-const seconds = (text) => (text ? new Date(text).getTime() / 1000 : "");
 const time = (unix) => new Date(unix * 1000).toLocaleString();
 const size = (count) => (count < 1e6 ? `${number(count / 1e3)} kB` : count < 1e9 ? `${number(count / 1e6)} MB` : `${number(count / 1e9)} GB`);
+
+/** A button that downloads the files of a session, or the one that has a run, and its Stop; errors are shown in `trouble`. */
+function downloads(session, run, trouble) {
+  const start = button("Download", async () => {
+    await loading.run(async (signal) => {
+      const files = await filesOf(session, run, signal);
+      for (const [i, [name, file]] of files.entries()) {
+        const progress = (have, whole) => (start.textContent = `${Math.round((100 * (i + have / whole)) / files.length)}%`);
+        const link = h("a", { href: URL.createObjectURL(await bytes(...file, { signal, progress })), download: name });
+        link.click();
+        setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+      }
+    });
+    start.textContent = "Download";
+  });
+  const loading = work({ trouble, starts: start, what: "the download" });
+  return [start, loading.stop];
+}
+
+/** The files that have a session's runs, or one of them: each one's name, and what `bytes` needs for it. */
+async function filesOf(session, run, signal) {
+  const found = new Map();
+  for (let after = ""; ; ) {
+    const { data, has_more: more } = await get("v1/activations/runs", { session, run, limit: 1000, after }, signal);
+    for (const one of data) found.set(`${one.owner ?? ""}/${one.file}`, [one.file, fileOf(one)]);
+    if (!more) return [...found.values()];
+    after = data.at(-1).run_id;
+  }
+}

@@ -11,8 +11,6 @@ const RAMPS = {
   dark: { one: [[22, 26, 33], [28, 66, 110], [62, 128, 196], [166, 210, 255]], two: [[255, 196, 120], [184, 100, 20], [22, 26, 33], [44, 104, 172], [166, 210, 255]] },
 };
 
-const ramp = (kind) => RAMPS[dark.matches ? "dark" : "light"][kind];
-
 function mixed(stops, share) {
   const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
   const left = Math.min(Math.floor(place), stops.length - 2);
@@ -22,36 +20,38 @@ function mixed(stops, share) {
 const linear = (part) => (part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
 const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
 
-/** A background with its text colour: black or white, whichever is more readable. */
-function inks(rgb) {
-  return { ground: `rgb(${rgb.join(" ")})`, ink: luminance(rgb) > 0.18 ? "#000" : "#fff" };
+const css = (rgb) => `rgb(${rgb.join(" ")})`;
+const inkOn = (rgb) => (luminance(rgb) > 0.18 ? "#000" : "#fff"); // whichever is more readable
+
+/** The background and the text colour at a place of a ramp, of which the browser takes the theme's. */
+function inks(kind, share) {
+  const [light, other] = [RAMPS.light, RAMPS.dark].map((ramps) => mixed(ramps[kind], share));
+  return { ground: `light-dark(${css(light)}, ${css(other)})`, ink: `light-dark(${inkOn(light)}, ${inkOn(other)})` };
 }
 
 /**
- * A scale from numbers to colours.
+ * A scale from numbers to colours: the larger a number, the stronger its colour.
  * @param {Object} of `low`, `high`: the ends; `title`, `unit`: for the legend; `signed`: two hues around 0; `root`: small values show, too.
  */
-export function scale({ low = 0, high = 1, title, unit = "", signed = false, reversed = false, root = false }) {
+export function scale({ low = 0, high = 1, title, unit = "", signed = false, root = false }) {
   const kind = signed ? "two" : "one";
   const share = (value) => {
-    let part = high === low ? 0.5 : (value - low) / (high - low);
-    if (root) part = Math.sqrt(part);
-    return reversed ? 1 - part : part;
+    const part = high === low ? 0.5 : (value - low) / (high - low);
+    return root ? Math.sqrt(part) : part;
   };
-  const colour = (value) => (Number.isFinite(value) ? inks(mixed(ramp(kind), share(value))) : null);
+  const colour = (value) => (Number.isFinite(value) ? inks(kind, share(value)) : null);
   const at = (part) => low + (high - low) * (root ? part ** 2 : part);
-  return { title, unit, colour, at, rgb: (value) => mixed(ramp(kind), share(value)), steps: null };
+  return { title, unit, colour, at, rgb: (value) => mixed(RAMPS[dark.matches ? "dark" : "light"][kind], share(value)) };
 }
 
-/** The scale of tokens' probabilities: the less likely, the stronger. */
-export const SURE = scale({ title: "probability", reversed: true });
+export const PROBABILITY = scale({ title: "probability" });
 
 /** Colours for a rank, from 1 on, in steps. */
 export function rankScale(title) {
   const steps = [[1, "1"], [2, "2"], [3, "3"], [10, "4 to 10"], [100, "11 to 100"], [1000, "101 to 1000"], [Infinity, "above 1000"]];
   const shares = [1, 0.84, 0.68, 0.52, 0.35, 0.18, 0];
-  const colour = (rank) => (rank > 0 ? inks(mixed(ramp("one"), shares[steps.findIndex(([end]) => rank <= end)])) : null);
-  return { title, unit: "", colour, steps: steps.map(([, text], i) => [text, () => inks(mixed(ramp("one"), shares[i]))]) };
+  const colour = (rank) => (rank > 0 ? inks("one", shares[steps.findIndex(([end]) => rank <= end)]) : null);
+  return { title, unit: "", colour, steps };
 }
 
 /** Colours an element by a scale. */
@@ -60,48 +60,19 @@ export function paint(element, colours) {
   element.style.color = colours?.ink ?? "";
 }
 
-/** `<scale-legend>`: a scale's title, unit and ends, or its steps, in the theme's colours. */
-class ScaleLegend extends HTMLElement {
-  of = null;
-  #leave = null;
-
-  connectedCallback() {
-    this.#leave = onTheme(() => this.#draw());
-    this.#draw();
-  }
-
-  disconnectedCallback() {
-    this.#leave();
-  }
-
-  #draw() {
-    const { title, unit, steps } = this.of;
-    const shown = steps ? steps.map(([text, colours]) => swatch(colours(), text)) : Array.from({ length: 7 }, (_, i) => this.#part(i));
-    this.replaceChildren(`${title}${unit ? ` (${unit})` : ""}: `, h("span", { class: "swatches" }, ...shown));
-  }
-
-  #part(i) {
-    const value = this.of.at(i / 6);
-    return swatch(this.of.colour(value), i % 3 ? " " : number(value));
-  }
+/** A scale's legend: its title and unit, and its ends or steps. */
+export function legend({ title, unit, steps, colour, at }) {
+  const parts = steps ?? Array.from({ length: 7 }, (_, i) => [at(i / 6), i % 3 ? " " : number(at(i / 6))]);
+  const swatches = parts.map(([value, text]) => {
+    const made = h("span", { class: "swatch" }, text);
+    paint(made, colour(value));
+    return made;
+  });
+  return h("div", { class: "legend" }, `${title}${unit ? ` (${unit})` : ""}: `, h("span", { class: "swatches" }, ...swatches));
 }
 
-customElements.define("scale-legend", ScaleLegend);
-
-function swatch(colours, text) {
-  const made = h("span", { class: "swatch" }, text);
-  paint(made, colours);
-  return made;
-}
-
-/** A scale's legend. */
-export const legend = (of) => h("scale-legend", { class: "legend", of });
-
-/** Calls back when the system changes between dark and light, until the returned function is called. */
-export function onTheme(act) {
-  dark.addEventListener("change", act);
-  return () => dark.removeEventListener("change", act);
-}
+/** Calls back when the system changes between dark and light: for what is not coloured by `paint`. */
+export const onTheme = (act) => dark.addEventListener("change", act);
 
 export const COLUMN = "readouts."; // prefix of a stored run's readout columns
 
@@ -133,12 +104,6 @@ export function scoreScale(readout, column, most, clipped = false) {
   return scale({ ...what, high: most || 1 });
 }
 
-/** A scale for these values. */
-export function fitted(readout, column, values) {
-  const { most, clipped } = reach(values);
-  return scoreScale(readout, column, most, clipped);
-}
-
 /** The largest distance of values from 0, without a few far larger ones, such as often a text's first token, which would hide the others. */
 export function reach(values) {
   const sizes = values.filter(Number.isFinite).map(Math.abs).sort((a, b) => a - b);
@@ -147,5 +112,3 @@ export function reach(values) {
   const clipped = usual > 0 && largest > 3 * usual;
   return { most: clipped ? usual : largest, clipped };
 }
-
-export const mostOf = (values) => values.reduce((most, value) => (Number.isFinite(value) ? Math.max(most, Math.abs(value)) : most), 0);

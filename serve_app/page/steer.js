@@ -3,20 +3,19 @@
 import { post } from "./api.js";
 import { colouring } from "./colouring.js";
 import { button, choose, empty, errorNote, field, fill, h, number, percent } from "./dom.js";
-import { layers, source } from "./forms.js";
+import { fillTensors, layers, source } from "./forms.js";
 import { again, complete, continuing, directionOf, readouts, rows, tokenized, vector } from "./recompute.js";
 import { columns } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { norm } from "./tensors.js";
-import { answerPane, asPlain, details, onLook, pinning } from "./tokens.js";
-import { fillTensors } from "./values.js";
+import { answerPane, asPlain, details, onLook, parting, pinning, SAME, tokenPane } from "./tokens.js";
 import { work } from "./work.js";
 import "./code.js";
 
 const KINDS = [["prompts", "difference of two prompts"], ["probe", "a probe"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
 const NONE = [["", "none is installed"]];
 const HOW = "the view Readouts says how to install one";
-const TOKENS = [["generated", "the answer’s tokens"], ["all", "all tokens"], ["prompt", "the prompt’s tokens"], ["prompt_last", "the prompt’s last token"]];
+const TOKENS = [["all", "all tokens but the first"], ["generated", "the answer’s tokens"], ["prompt", "the prompt’s tokens but the first"], ["prompt_last", "the prompt’s last token"]];
 
 export function view(app) {
   const from = source({ text: "I went to the park and", label: "Prompt", max: 60, onchange: () => (pins.write(), app.changed()) });
@@ -40,7 +39,7 @@ export function view(app) {
   const sending = work({ trouble: unsent, what: "sending", home: () => upload });
   const told = empty("Give a prompt, and a direction: two short texts that differ in what you want to add, or what is on the server. Both answers begin from one seed.");
   const result = h("div", {}, told);
-  const about = h("aside", { "aria-label": "Token" }, ...details());
+  const about = tokenPane();
   const code = document.createElement("request-code");
   const colours = colouring(app, { code, onchange: () => (recolour(), app.changed()) });
   const pins = pinning(app.changed);
@@ -62,7 +61,7 @@ export function view(app) {
     h("div", { class: "fields" }, where, field("Which tokens", tokens), howMuch),
     h("div", { class: "row" }, run, answering.stop),
   );
-  const element = h("div", { class: "split" }, h("section", { "aria-label": "Steer" }, form, colours.element, trouble, result, code), about);
+  const element = h("div", { class: "split" }, h("section", { "aria-label": "Steer" }, form, colours.element, trouble, result, code), about.element);
 
   strength.setAttribute("aria-label", "Strength");
   strength.addEventListener("input", () => (shown.textContent = strength.valueAsNumber.toFixed(2)));
@@ -75,10 +74,7 @@ export function view(app) {
   arrange();
 
   function arrange() {
-    byPrompts.hidden = kind.value !== "prompts";
-    byProbe.hidden = kind.value !== "probe";
-    byTensor.hidden = kind.value !== "tensor";
-    byFeature.hidden = kind.value !== "feature";
+    for (const [name, fields] of [["prompts", byPrompts], ["probe", byProbe], ["tensor", byTensor], ["feature", byFeature]]) fields.hidden = kind.value !== name;
     howMuch.hidden = kind.value === "feature";
     where.hidden = ["probe", "feature"].includes(kind.value);
     shown.textContent = strength.valueAsNumber.toFixed(2);
@@ -98,7 +94,6 @@ export function view(app) {
     const [linear, chosen] = [named(probe.value.split("/")[0]), named(sae.value)];
     byProbe.querySelector("small").textContent = linear ? `at ${linear.point}` : HOW;
     byFeature.querySelector("small").textContent = chosen ? `at ${chosen.point}, ${chosen.values} features` : HOW;
-    return null;
   }
 
   const named = (name) => installed.find((one) => one.name === name);
@@ -115,13 +110,13 @@ export function view(app) {
     }, send);
   }
 
-  /** The interventions: one for each layer, with the vector of that layer. */
-  async function direction(model, signal) {
+  /** The interventions for some tokens: one for each layer, with the vector of that layer. */
+  async function direction(model, which, signal) {
     if (kind.value === "feature") {
       if (!sae.value) throw new Error(`No autoencoder of this model is installed: ${HOW}.`);
-      return [{ op: "add", sae: sae.value, feature: feature.valueAsNumber || 0, value: value.valueAsNumber || 0, tokens: tokens.value }];
+      return [{ op: "add", sae: sae.value, feature: feature.valueAsNumber || 0, value: value.valueAsNumber || 0, tokens: which }];
     }
-    const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: tokens.value };
+    const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: which };
     if (kind.value === "probe") {
       const [name, column] = probe.value.split("/");
       if (!named(name)) await know(); // the list may be late
@@ -166,8 +161,10 @@ export function view(app) {
       const mine = (answers = panes.map(([, strip]) => ({ strip, text: { model, ids: [], offset: 0 } })));
       for (const one of mine) onLook(one.strip, (index) => look(one, index));
       pins.watch(mine.map(({ strip }) => strip));
-      const interventions = await direction(model, signal);
       const { ids } = await tokenized(model, asked, signal);
+      // The first token's row is often a hundred times as long as the others, and attention rests on it.
+      const which = { all: { from: 1 }, prompt: { from: Math.min(1, ids.length - 1), to: ids.length } }[tokens.value] ?? tokens.value;
+      const interventions = await direction(model, which, signal);
       report.textContent = "";
       const live = colours.asked().length ? { readouts: colours.asked() } : {};
       const bodies = [live, { ...live, interventions, report: true }].map((more) => continuing(model, ids, asked, more));
@@ -178,6 +175,8 @@ export function view(app) {
       code.note("Steered", { method: "POST", path: "v1/completions", body: bodies[1] });
       const ends = await Promise.all(bodies.map((body, i) => complete(body, (some, choice) => take(mine[i], some, choice), signal)));
       tell(ends[1], interventions[0].scale);
+      const said = parting(...mine.map(({ strip }) => strip));
+      report.append(" ", said === SAME ? `${SAME} Try a larger strength, all layers or all tokens${asked.chat ? "" : ", or tick “as a chat message”, which a chat model expects"}.` : said);
     }, begin);
     if (isWhole === null || !panes.length) return; // others have replaced them, or none were requested
     if (!isWhole) report.textContent = "";
@@ -202,7 +201,7 @@ export function view(app) {
   }
 
   function look({ strip, text }, index) {
-    about.replaceChildren(...details(strip.tokens[index], text.offset + index, colours.scores(strip, index, text)));
+    about.show(...details(strip.tokens[index], text.offset + index, colours.scores(strip, index, text)));
   }
 
   /** The size of the changes: the operations' unit and effects, as reported by the server. */
@@ -247,7 +246,7 @@ export function view(app) {
         drop();
         trouble.replaceChildren();
         result.replaceChildren(told);
-        about.replaceChildren(...details());
+        about.show();
       }
       pins.write(state);
       if (state.colour) colours.write(state.colour);

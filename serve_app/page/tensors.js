@@ -22,7 +22,7 @@ export async function tensors(blob) {
     const data = await blob.slice(8 + length + from, 8 + length + to).arrayBuffer();
     found[name] = { shape, values: READS[dtype](data) };
   }
-  return { tensors: found, metadata: told.__metadata__ ?? {} };
+  return found;
 }
 
 function half(bits) {

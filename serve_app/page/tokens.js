@@ -1,7 +1,7 @@
 // `<token-strip>`: an answer as its tokens, each of which can be inspected and pinned.
 
-import { h, named, newId, perFrame, percent, visible } from "./dom.js";
-import { onTheme, paint } from "./scales.js";
+import { detailPane, h, named, newId, perFrame, percent, visible } from "./dom.js";
+import { paint } from "./scales.js";
 import { asNumber } from "./state.js";
 
 const BLOCK = 200; // tokens of a block without a new line; up to twice as many if no token starts with a space
@@ -22,7 +22,6 @@ class TokenStrip extends HTMLElement {
   #held = 0; // tokens in it
   #colour = null;
   #stem = newId("token");
-  #leave = null;
   #draw = perFrame(() => this.#drawNew());
 
   connectedCallback() {
@@ -35,12 +34,6 @@ class TokenStrip extends HTMLElement {
     this.onpointerover = (event) => this.#byPointer(event, (index) => this.#tell("look", index));
     this.onfocus = () => this.tokens.length && this.#go(this.#at < 0 ? Math.max(this.pinned, 0) : this.#at, false);
     this.onblur = () => this.#mark(this.#at, "at", false);
-    this.#leave = onTheme(() => this.repaint());
-    this.repaint();
-  }
-
-  disconnectedCallback() {
-    this.#leave?.();
   }
 
   /** Replaces the tokens. */
@@ -74,14 +67,14 @@ class TokenStrip extends HTMLElement {
   }
 
   /** Pins a token; -1 for none. */
-  pin(index, tells = true) {
+  pin(index) {
     this.#drawNew();
     this.#mark(this.pinned, "pinned", false);
     this.#drawn[this.pinned]?.setAttribute("aria-selected", "false");
     this.pinned = index;
     this.#mark(index, "pinned", true);
     this.#drawn[index]?.setAttribute("aria-selected", "true");
-    if (tells) this.#tell("pin", index);
+    this.#tell("pin", index);
   }
 
   #drawNew() {
@@ -168,6 +161,15 @@ export function answerPane(name, heading = "h2") {
   return [h("section", { "aria-label": name }, h(heading, {}, name), strip), strip];
 }
 
+export const SAME = "Both answers are the same.";
+
+/** Says where the answers of two strips begin to differ. */
+export function parting(one, other) {
+  const same = one.tokens.findIndex((token, i) => token.id !== other.tokens[i]?.id);
+  if (same < 0 && one.tokens.length === other.tokens.length) return SAME;
+  return `The answers differ from token ${same < 0 ? one.tokens.length : same} on.`;
+}
+
 /** A button that opens an answer as text to read and copy, in its own direction; null if there is none. */
 export function asPlain(strip) {
   const text = h("div", { class: "plain", dir: "auto" });
@@ -210,17 +212,19 @@ export function entropy(token) {
   return shares.reduce((sum, share) => sum - (share > 0 ? share * Math.log2(share) : 0), 0);
 }
 
-/** The details of a token, beside the strip. */
+/** The details of a strip's token, beside the strip. */
+export const tokenPane = () => detailPane("Token", "Point at a token, or go there with the arrow keys. A click or Enter pins it.");
+
+/** What that shows of a token: nothing if there is none. */
 export function details(token, index, scores = []) {
-  if (!token) return [h("p", { class: "empty" }, "Point at a token, or go there with the arrow keys. A click or Enter pins it.")];
+  if (!token) return [];
   const facts = [["Position", String(index)]];
   if (token.id !== undefined) facts.push(["Token id", String(token.id)]);
   if (token.logprob !== undefined) facts.push(["Probability", percent(Math.exp(token.logprob))]);
-  if (token.top?.length) facts.push([`Entropy, at least`, `${entropy(token).toFixed(2)} bits`]);
-  facts.push(...scores);
+  if (token.top?.length) facts.push(["Entropy, at least", `${entropy(token).toFixed(2)} bits`]);
   return [
     h("h2", { class: "token-name" }, named(token.text)),
-    h("dl", {}, ...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    h("dl", {}, ...[...facts, ...scores].flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     ...(token.top?.length ? [ranking("Likeliest here", token.top, token.text)] : []),
   ];
 }

@@ -12,10 +12,9 @@ import serve_app.openapi_examples as examples
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import Filter
 from deployments.errors import RequestError
-from serve_app.http.ranges import Ranged, page
+from serve_app.http.paging import Ranged, page
 from serve_app.openapi import errors
-from serve_app.routes.dependencies import AppBackend, CallerAccount
-from serve_app.routes.parameters import Id, PathId, listed
+from serve_app.routes.dependencies import AppBackend, CallerAccount, Id, Limit, PathId, listed
 
 FINITE: dict[str, Any] = {"allow_inf_nan": False}
 MOST_TAGS = 32  # in a filter: SQLite's expressions may be 1,000 deep
@@ -71,7 +70,7 @@ async def sessions(
     backend: AppBackend,
     who: CallerAccount,
     filter: Filtered,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    limit: Limit = 100,
     after: Id | None = None,
 ) -> dict[str, Any]:
     """List stored sessions in the order of their ids: `limit` of them, after the id `after`, which may be `id@owner`.
@@ -87,7 +86,7 @@ async def runs(
     who: CallerAccount,
     filter: Filtered,
     session: Id | None = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    limit: Limit = 100,
     after: Id | None = None,
 ) -> dict[str, Any]:
     """List stored runs that match all filters, the oldest first: `limit` of them, after the run `after`."""

@@ -1,11 +1,11 @@
-"""Dependencies of routes."""
+"""Parameters and dependencies that routes share, and lists in pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends, Path, Query, Request
 from fastapi.dependencies.models import Dependant
 from starlette.requests import HTTPConnection
 
@@ -13,8 +13,12 @@ from deployments.accounts import Account
 from deployments.errors import RequestError, nearest
 from serve_app.backend.backend import Backend
 from serve_app.http.guard import Sender
+from serve_app.http.paging import first_page
 
 MOST_NAME = 128  # characters of a name that a message quotes
+Id = Annotated[str, Query(max_length=256)]
+PathId = Annotated[str, Path(max_length=256)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 # A coroutine, although it awaits nothing: FastAPI runs plain functions on another thread.
@@ -51,3 +55,9 @@ def _query_names(dependant: Dependant) -> Iterator[str]:
     yield from (field.alias for field in dependant.query_params)
     for inner in dependant.dependencies:
         yield from _query_names(inner)
+
+
+def listed(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """A page of a list, from up to one entry more than its limit."""
+    data, has_more = first_page(items, limit)
+    return {"object": "list", "data": data, "has_more": has_more}

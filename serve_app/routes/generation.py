@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from datetime import UTC, datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Header, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
 
 import serve_app.openapi_examples as examples
 from deployments.accounts import Account
@@ -24,38 +24,73 @@ from serve_app.http.errors import ApiError, invalid
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.schemas.generation import ChatRequest, CompletionRequest, Generation
-from serve_app.schemas.presets import merged
+from serve_app.schemas.presets import PRESET_NAME, merged
 
 PRESET = "X-Vitrine-Preset"  # of a request: the preset to use; of an answer: the one that was used
 FIELDS = "X-Vitrine-Body"
 
-G = TypeVar("G", bound=Generation)
-
 
 class GenerationRoute(JsonRoute):
-    """A route whose body may be completed by headers, for clients whose bodies cannot be changed."""
+    """A route whose errors say whether a field is of the body or of its preset."""
 
-    @staticmethod
-    def completed(body: Any, request: Request) -> Any:
-        """The body's value with the fields of headers below its own."""
-        preset, fields = request.headers.get(PRESET), request.headers.get(FIELDS)
-        below = ({} if preset is None else {"preset": preset}) | (
-            {} if fields is None else json_object(fields.encode("latin-1"), FIELDS)
-        )
-        return merged(below, body) if below and isinstance(body, dict) else body
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler that FastAPI calls with each request."""
+        handle = super().get_route_handler()
+
+        async def handle_with_preset(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                if not hasattr(request.state, "own"):  # the body as sent, if fields of a preset were added
+                    raise
+                assert self.body_field is not None
+                if wrong := self.body_field.validate(request.state.own, loc=("body",))[1]:
+                    raise RequestValidationError(wrong) from None
+                refusal = invalid(error.errors())
+                message = f"with the preset {request.state.preset!r}: {refusal.message}"
+                raise ApiError(refusal.status, message, refusal.param, refusal.code) from None
+
+        return handle_with_preset
 
 
-async def _fields(
+async def _add_fields(
+    request: Request,
+    backend: AppBackend,
+    who: CallerAccount,
     preset: Annotated[str | None, Header(alias=PRESET, max_length=256, description="The field `preset`.")] = None,
     fields: Annotated[
         str | None,
         Header(alias=FIELDS, max_length=1 << 15, description="A JSON object of fields; those of the body override it."),
     ] = None,
-) -> None:
-    """Documents the headers, and limits them; `GenerationRoute` reads them."""
+) -> ChosenPreset | None:
+    """Add the fields of headers and of a preset below those of the body; return the preset with those that it adds.
+
+    FastAPI calls this after it has read the body, and validates the same dict afterwards.
+    """
+    body = await request.json() if await request.body() else None
+    if not isinstance(body, dict):
+        return None
+    below: dict[str, Any] = {} if preset is None else {"preset": preset}
+    if fields is not None:  # for clients whose bodies cannot be changed
+        below |= json_object(fields.encode("latin-1"), FIELDS)
+    whole = merged(below, body) if below else dict(body)
+    chosen: ChosenPreset | None = None
+    model = whole.get("model")
+    name = whole.get("preset") or whole.get("intervention_profile")
+    if isinstance(model, str) and (name is None or (isinstance(name, str) and PRESET_NAME.fullmatch(name))):
+        chosen = await backend.presets.chosen(who, name, model)
+    if chosen is not None:
+        request.state.own, request.state.preset = whole, chosen.name
+        own = {field for field, value in whole.items() if value is not None} - {"interventions"}
+        whole = merged(chosen.fields, whole, chosen.by_default)
+        chosen = chosen._replace(fields={field: chosen.fields[field] for field in chosen.fields.keys() - own})
+    body.clear()
+    body.update(whole)
+    return chosen
 
 
-openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=GenerationRoute, dependencies=[Depends(_fields)])
+UsedPreset = Annotated[ChosenPreset | None, Depends(_add_fields)]
+openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=GenerationRoute)
 
 
 GENERATION = examples.IS_ARCHIVED | errors(404, 429, 504)
@@ -64,12 +99,12 @@ GENERATION = examples.IS_ARCHIVED | errors(404, 429, 504)
 @openai.post("/v1/chat/completions", responses=examples.CHAT | GENERATION)
 async def chat(
     body: Annotated[ChatRequest, Body(openapi_examples=examples.CHAT_EXAMPLES)],
+    preset: UsedPreset,
     request: Request,
     backend: AppBackend,
     who: CallerAccount,
 ) -> Response:
     """Answer a chat, streamed or whole, and record activations if `capture` or `store_activations` asks for it."""
-    body, preset = await _merged(body, request, backend, who)
     limit, name = body.limit
     job = _job(
         body,
@@ -91,12 +126,12 @@ async def chat(
 @openai.post("/v1/completions", responses=examples.COMPLETION | GENERATION)
 async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=examples.COMPLETION_EXAMPLES)],
+    preset: UsedPreset,
     request: Request,
     backend: AppBackend,
     who: CallerAccount,
 ) -> Response:
     """Continue one prompt or several, streamed or whole, and record activations if the request asks for it."""
-    body, preset = await _merged(body, request, backend, who)
     job = _job(
         body,
         request,
@@ -109,23 +144,6 @@ async def completions(
         ranked=body.sequences > body.choices,
     )
     return await _answer("completion", body, job, backend, prompts=len(body.prompts))
-
-
-async def _merged(body: G, request: Request, backend: Backend, who: Account) -> tuple[G, ChosenPreset | None]:
-    """The body with the fields that its preset adds, and the preset."""
-    preset = await backend.presets.chosen(who, body.preset or body.intervention_profile, body.model)
-    if preset is None:
-        return body, None
-    fields = merged(preset.fields, await request.json(), preset.by_default)
-    try:
-        whole = type(body).model_validate(fields)
-    except ValidationError as found:
-        error = invalid([{**one, "loc": ("body", *one["loc"])} for one in found.errors(include_url=False)])
-        message = f"with the preset {preset.name!r}: {error.message}"
-        raise ApiError(error.status, message, error.param, error.code) from None
-    own = {name for name in body.model_fields_set if getattr(body, name) is not None}
-    added = {name: value for name, value in preset.fields.items() if name == "interventions" or name not in own}
-    return whole, preset._replace(fields=added)
 
 
 def _job(body: Generation, request: Request, who: Account, preset: ChosenPreset | None, **own: Any) -> Job:

@@ -1,22 +1,24 @@
-"""Models: listing, structure, loading and unloading."""
+"""Models, their tokens, and the server's health and metrics."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastapi import APIRouter
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 import serve_app.openapi_examples as examples
 from serve_app.http.bodies import JsonRoute
+from serve_app.http.errors import HEADERS
 from serve_app.http.guard import AdminOnly
 from serve_app.openapi import errors
-from serve_app.routes.dependencies import AppBackend
-from serve_app.routes.parameters import Id, PathId
-from serve_app.schemas.models import LoadRequest, UnloadRequest
+from serve_app.routes.dependencies import AppBackend, Id, PathId
+from serve_app.schemas.models import DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest
 
+open_to_all = APIRouter(tags=["Server"])
 served = APIRouter(tags=["OpenAI"], responses=errors(503))
-
-
+tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504), route_class=JsonRoute)
+explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 503, 504))
 models = APIRouter(
     prefix="/models",
     tags=["Models"],
@@ -24,9 +26,7 @@ models = APIRouter(
     responses=errors(403, 404, 503, 504),
     route_class=JsonRoute,
 )
-
-
-explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 503, 504))
+server = APIRouter(tags=["Server"], responses=errors(503))
 
 
 @served.get("/v1/models", responses=examples.MODELS)
@@ -38,15 +38,13 @@ async def list_models(backend: AppBackend) -> dict[str, Any]:
 @served.get("/v1/models/{model_id:path}", responses=examples.MODEL | errors(404, 504))
 async def retrieve_model(model_id: PathId, backend: AppBackend) -> dict[str, Any]:
     """Show one model; its id may have slashes."""
-    model = await backend.models.find(model_id)
-    return await model.describe()
+    return await (await backend.models.find(model_id)).describe()
 
 
 @explored.get("/structure", responses=examples.STRUCTURE)
 async def model_structure(backend: AppBackend, model: Id | None = None) -> dict[str, Any]:
     """Show a model's sizes, its capture points and its modules."""
-    found = await backend.models.find(model)
-    return await found.structure()
+    return await (await backend.models.find(model)).structure()
 
 
 @models.post("/load", responses=examples.LOADED | errors(409, 429))
@@ -59,3 +57,30 @@ async def load_model(body: LoadRequest, backend: AppBackend) -> dict[str, Any]:
 async def unload_model(body: UnloadRequest, backend: AppBackend) -> dict[str, Any]:
     """Unload a model: finish its requests, then remove it; answer when nothing of it is left."""
     return await backend.loader.unload(body.model_id)
+
+
+@tokens.post("/tokenize", responses=examples.TOKENS)
+async def tokenize(body: TokenizeRequest, backend: AppBackend) -> dict[str, Any]:
+    """Return the tokens of a prompt, or of a chat as the model's template writes it."""
+    model = await backend.models.find(body.model)
+    return await model.tokenize(body.text)
+
+
+@tokens.post("/detokenize", responses=examples.TEXT)
+async def detokenize(body: DetokenizeRequest, backend: AppBackend) -> dict[str, Any]:
+    """Return the text of tokens, and with `return_token_strs` the text of each."""
+    model = await backend.models.find(body.model)
+    return await model.detokenize(body.tokens, bool(body.return_token_strs))
+
+
+@open_to_all.get("/health", responses=examples.HEALTH)
+async def health(backend: AppBackend) -> Response:
+    """Answer 200 while every loaded model has a replica that can serve, else 503."""
+    healthy, body = await backend.models.health()
+    return JSONResponse(body) if healthy else JSONResponse(body, 503, HEADERS[503])
+
+
+@server.get("/metrics", response_class=Response, responses=examples.METRICS)
+async def metrics(backend: AppBackend) -> Response:
+    """Return the metrics of Vitrine and of Serve, of all nodes, as Prometheus text; they are at most a second old."""
+    return PlainTextResponse(await backend.metrics.text())

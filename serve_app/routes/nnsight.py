@@ -25,19 +25,19 @@ import serve_app.openapi_examples as examples
 from deployments.accounts import Account
 from deployments.client_code.job import ModelKey, Update
 from deployments.errors import RequestError
+from deployments.points.strict import Strict
 from serve_app.backend.code_jobs import CodeJobs
 from serve_app.http.errors import NNSIGHT, ApiError
 from serve_app.http.guard import Sender
 from serve_app.http.middleware import BYTES
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
-from serve_app.schemas.base import Name, WireModel, free_json
+from serve_app.schemas.base import Name, free_json
 
 CODE_DISABLED = "This server does not run client code; the operator can set allow_client_code=true"
-NOT_CODE = "this key may not run client code: use a key with the role code or admin"
 
 
-class Envelope(WireModel):
+class Envelope(Strict):
     """The form's field `data`: nnsight's `RequestModel`."""
 
     model_config = ConfigDict(frozen=True)
@@ -53,7 +53,8 @@ def _off() -> ApiError:
 
 
 def _not_code() -> ApiError:
-    return ApiError(403, NOT_CODE, None, "insufficient_permissions")
+    message = "this key may not run client code: use a key with the role code or admin"
+    return ApiError(403, message, None, "insufficient_permissions")
 
 
 async def _jobs(backend: AppBackend) -> CodeJobs:
@@ -87,8 +88,8 @@ async def request(
     try:
         envelope = Envelope.model_validate_json(data)
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError([one | {"loc": ("body", "data", *one["loc"])} for one in wrong]) from error
+        details = error.errors(include_url=False, include_input=False)
+        raise RequestValidationError([item | {"loc": ("body", "data", *item["loc"])} for item in details]) from error
     key = ModelKey.parse(envelope.model_key)
     sent = await jobs.send(key, await blob.read(), envelope.compress, envelope.env, envelope.session_id, who.owner)
     return sent.as_json
@@ -187,8 +188,8 @@ def _environment() -> dict[str, Any]:
         for distribution in distributions:
             imported.setdefault(distribution, []).append(name)
     packages = {
-        name: found.version
-        for found in importlib.metadata.distributions()
-        for name in imported.get(found.metadata["Name"], [found.metadata["Name"]])
+        name: installed.version
+        for installed in importlib.metadata.distributions()
+        for name in imported.get(installed.metadata["Name"], [installed.metadata["Name"]])
     }
     return {"python_version": sys.version, "packages": packages}

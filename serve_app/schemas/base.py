@@ -1,4 +1,4 @@
-"""The base class of all JSON bodies: limits on texts, lists of tokens and free values."""
+"""Fields of JSON bodies: limits on texts, lists of tokens and free values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pydantic import AfterValidator, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from deployments.points.strict import Strict
-
 MOST_TOKENS = 1 << 20  # of a prompt: the longest context of any model
 MOST_TEXT = 2 << 20  # characters, as many as a body may have bytes
 MOST_JSON = 1 << 18  # characters of a free value as JSON
@@ -21,10 +19,6 @@ JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # shared: `json.du
 Name = Annotated[str, Field(max_length=1024)]
 LongText = Annotated[str, Field(max_length=MOST_TEXT)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-class WireModel(Strict):
-    """A JSON object of a request's body."""
 
 
 def packed_ids(tokens: Sequence[int]) -> Sequence[int]:

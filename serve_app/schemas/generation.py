@@ -6,14 +6,14 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.engine.request import MOST_LOGPROBS, Sampling
 from deployments.points.capture import MOST_PROMPTS
 from deployments.points.interventions import Variants
-from serve_app.schemas.base import MOST_TOKENS, LongText, WireModel, packed_ids
-from serve_app.schemas.ignored import IgnoredFields
+from deployments.points.strict import Strict
+from serve_app.schemas.base import MOST_TOKENS, LongText, Name, UnreadObject, packed_ids
 from serve_app.schemas.messages import Messages
 from serve_app.schemas.presets import PresetName, Settings
 from serve_app.schemas.tools import NamedTool, TemplateKwargs, Tools
@@ -24,9 +24,17 @@ TokenIds = Annotated[
     AfterValidator(packed_ids),
 ]
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
+# Fields that would change the answer if they had a meaning here.
+REFUSED_WITH_REASON = {
+    "audio": "answers are text; there is no audio",
+    "web_search_options": "this server does not search the web",
+    "moderation": "this server has no moderation",
+    "functions": "this is OpenAI's former name of tools: use tools",
+    "function_call": "this is OpenAI's former name of tool_choice: use tool_choice",
+}
 
 
-class StreamOptions(WireModel):
+class StreamOptions(Strict):
     """The contents of a stream in addition to its choices."""
 
     include_usage: bool = False
@@ -93,6 +101,33 @@ class Generation(Settings):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class IgnoredFields(BaseModel):
+    """OpenAI's fields of chats that change nothing, and those that must be null; `docs/http.md` has a row for each."""
+
+    modalities: list[Literal["text"]] | None = Field(default=None, min_length=1, max_length=1)
+    prediction: UnreadObject | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_options: UnreadObject | None = None
+    prompt_cache_retention: Name | None = None
+    reasoning_effort: Name | None = None
+    safety_identifier: Name | None = None
+    service_tier: Name | None = None
+    store: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    audio: None = None
+    web_search_options: None = None
+    moderation: None = None
+    functions: None = None
+    function_call: None = None
+
+    @field_validator(*REFUSED_WITH_REASON, mode="before")
+    @classmethod
+    def _is_refused(cls, value: Any, info: ValidationInfo) -> None:
+        if value is not None:
+            raise ValueError(REFUSED_WITH_REASON[str(info.field_name)])
 
 
 class ChatRequest(Generation, IgnoredFields):
@@ -187,7 +222,7 @@ class CompletionRequest(Generation):
         if value is not None and value > returned:
             if info.data.get("stream"):
                 raise ValueError("with stream it must equal n, because the best are known only at the end")
-            stores = any(one.store for one in info.data.get("readouts") or ())
+            stores = any(readout.store for readout in info.data.get("readouts") or ())
             if info.data.get("capture") or info.data.get("store_activations") or stores:
                 raise ValueError(
                     "with activations it must equal n, because sequences that are not returned would be recorded, too",

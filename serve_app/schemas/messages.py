@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from serve_app.schemas.base import LongText, Name, Unread, WireModel, free_json, unread
+from deployments.points.strict import Strict
+from serve_app.schemas.base import LongText, Name, Unread, free_json, unread
 
 MOST_MESSAGES = 4096  # of a chat
 MOST_PARTS = 1024  # of a message
@@ -16,14 +17,14 @@ Annotations = Annotated[list[Any], Field(max_length=MOST_PARTS, fail_fast=True),
 FileNames = Annotated[dict[Name, Name], Field(max_length=MOST_FILES, fail_fast=True), AfterValidator(unread)]
 
 
-class TextPart(WireModel):
+class TextPart(Strict):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: LongText
 
 
-class FunctionCall(WireModel):
+class FunctionCall(Strict):
     """The function and arguments of a tool call; `arguments` is JSON text."""
 
     name: Name
@@ -31,7 +32,7 @@ class FunctionCall(WireModel):
     parsed_arguments: Unread = Field(default=None, exclude=True)  # added by `.parse()` of the openai package
 
 
-class ToolCall(WireModel):
+class ToolCall(Strict):
     """An earlier tool call of the model."""
 
     id: Name
@@ -40,7 +41,7 @@ class ToolCall(WireModel):
     index: int | None = Field(default=None, exclude=True)  # present in streams
 
 
-class ChatMessage(WireModel):
+class ChatMessage(Strict):
     """One message of a chat.
 
     The model does not see the fields after `reasoning_content`: clients return the assistant's messages as they

@@ -13,20 +13,22 @@ from deployments.activations.facts import check_session_id
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
 from deployments.points.logit_lens import LogitLens
+from deployments.points.strict import Strict
 from deployments.points.token_choices import AMBIGUOUS, Last
 from deployments.readouts.spec import AskedReadouts, Condition
-from serve_app.schemas.base import Name, TokenId, WireModel
+from serve_app.schemas.base import Name, TokenId
 from serve_app.schemas.tools import ResponseFormat
 
 NONE = "none"  # a request's word for no preset
-PresetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")]
+PRESET_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")
+PresetName = Annotated[str, Field(pattern=PRESET_NAME.pattern)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasKey = Annotated[str, Field(max_length=10)]
 
 
-class Settings(WireModel):
+class Settings(Strict):
     """The fields that chats and completions share, without those that choose the model or the form of the answer."""
 
     max_tokens: int | None = Field(default=None, ge=0)
@@ -81,7 +83,7 @@ class Settings(WireModel):
         """What is recorded; without points of its own if only values of readouts are."""
         if self.capture or self.store_activations:
             return self.capture or Capture()
-        has_columns = self.store_activations is None and any(one.store for one in self.readouts or ())
+        has_columns = self.store_activations is None and any(readout.store for readout in self.readouts or ())
         return Capture.model_construct(points=[]) if has_columns else None
 
 
@@ -138,14 +140,17 @@ def merged(below: Mapping[str, Any], body: Mapping[str, Any], by_default: bool =
         by_default: Whether the request does not name the preset: it then records only with `store_activations`.
     """
     own = {name: value for name, value in body.items() if value is not None}
-    found = {**below, **own}
-    if first := below.get("interventions"):
-        found["interventions"] = [*first, *(own.get("interventions") or ())]
+    fields = {**below, **own}
+    first, further = below.get("interventions"), own.get("interventions", [])
+    if isinstance(first, list) and isinstance(further, list):
+        fields["interventions"] = [*first, *further]
     if "capture" in own and "store_activations" not in own:
-        found = {name: value for name, value in found.items() if (name, value) != ("store_activations", False)}
-    elif found.get("store_activations") is False or (by_default and not found.get("store_activations")):
+        fields = {name: value for name, value in fields.items() if (name, value) != ("store_activations", False)}
+    elif fields.get("store_activations") is False or (by_default and not fields.get("store_activations")):
         if "capture" not in own:
-            found.pop("capture", None)
-        if "readouts" in found and "readouts" not in own:
-            found["readouts"] = [one | {"store": False} if isinstance(one, dict) else one for one in found["readouts"]]
-    return found
+            fields.pop("capture", None)
+        if "readouts" not in own and isinstance(fields.get("readouts"), list):
+            fields["readouts"] = [
+                asked | {"store": False} if isinstance(asked, dict) else asked for asked in fields["readouts"]
+            ]
+    return fields

@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from serve_app.schemas.base import FreeObject, LongText, Name, WireModel, free_json
+from deployments.points.strict import Strict
+from serve_app.schemas.base import FreeObject, LongText, Name, free_json
 
 MOST_TEMPLATE_KWARGS = 16 << 10  # characters
 TemplateKwargs = Annotated[dict[Name, Any], Field(max_length=32), free_json(MOST_TEMPLATE_KWARGS)]
 
 
-class Function(WireModel):
+class Function(Strict):
     """A function the model may call, its parameters as JSON schema."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -21,7 +22,7 @@ class Function(WireModel):
     strict: bool | None = None
 
 
-class Tool(WireModel):
+class Tool(Strict):
     """A tool the model may call."""
 
     type: Literal["function"]
@@ -31,20 +32,20 @@ class Tool(WireModel):
 Tools = Annotated[list[Tool], Field(max_length=512, fail_fast=True)]
 
 
-class NamedFunction(WireModel):
+class NamedFunction(Strict):
     """The function's name."""
 
     name: Name
 
 
-class NamedTool(WireModel):
+class NamedTool(Strict):
     """The one function that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(WireModel):
+class JsonSchema(Strict):
     """A JSON schema that the answer follows, whether `strict` is set or not."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -53,7 +54,7 @@ class JsonSchema(WireModel):
     strict: bool | None = None
 
 
-class ResponseFormat(WireModel):
+class ResponseFormat(Strict):
     """The format of an answer: any text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"]

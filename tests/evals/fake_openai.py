@@ -69,16 +69,14 @@ class FakeServer:
         self.gather = 1
         self.up = False
         self.refused: str | None = None  # what is 400 in a question
-        self.healthy_after = 0  # health checks
         self.models = ["fake/model"]
         self.told: Body = {}  # of each model, beside its id
         self.refuses: dict[str, str] = {}  # by a field that it refuses, the place in it
         self.closed: Response | None = None  # what it answers to who asks for models
         self.retry_after = "0"
         self.modern = False  # refuses max_tokens, as OpenAI's newer models do
-        self.keys: set[str | None] = set()  # that chat requests send
+        self.keys: set[str | None] = set()  # that requests send
         self.attempts: Counter[str] = Counter()  # by question
-        self.checks = 0
         self._loop = asyncio.new_event_loop()
         self._released = asyncio.Event()
         self._waiting = 0
@@ -86,7 +84,7 @@ class FakeServer:
         self._socket = socket.create_server(("127.0.0.1", port))
         self.port = int(self._socket.getsockname()[1])
         self.base_url = f"http://127.0.0.1:{self.port}/v1"
-        app = FastAPI(title="Vitrine")
+        app = FastAPI()
         app.get("/health")(self._health)
         app.get("/v1/models")(self._models)
         app.post("/v1/chat/completions")(self._chat)
@@ -118,11 +116,9 @@ class FakeServer:
         self._loop.run_until_complete(self._uvicorn.serve(sockets=[self._socket]))
         self._loop.close()
 
-    async def _health(self) -> Response:
-        self.checks += 1
-        if self.checks <= self.healthy_after:
-            return PlainTextResponse("not yet", status_code=503)
-        return JSONResponse({"status": "ok", "loaded_models": self.models, "replicas": {}})
+    async def _health(self, request: Request) -> Body:
+        self.keys.add(request.headers.get("authorization"))
+        return {"status": "ok"}
 
     async def _models(self) -> Response:
         entries = [{"id": model, "object": "model"} | self.told for model in self.models]

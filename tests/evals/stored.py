@@ -19,7 +19,7 @@ from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
 from serve_app.http.errors import install
-from serve_app.http.ranges import Ranged, page
+from serve_app.http.paging import Ranged, page
 
 SESSION = "evaluated"
 Points = dict[str, torch.Tensor] | dict[str, torch.Tensor | Patterns]

@@ -13,7 +13,7 @@ from made import make_results
 from recorded import record, says
 
 from deployments.activations.__main__ import main as activations
-from deployments.activations.reader.loading import load
+from deployments.activations.reader.loading import read_run
 from deployments.activations.reader.sources import segments
 from evals.labels.__main__ import main as labels
 
@@ -78,7 +78,7 @@ def test_the_examples_with_ray_work(store: Path, cluster: Any) -> None:
 
 
 def test_a_point_of_a_run_lies_over_a_map_of_its_file(store: Path) -> None:
-    value = load(store / "_" / SESSION, "run-3", [POINT])[POINT]
+    value = read_run(store / "_" / SESSION, "run-3", [POINT])[POINT]
     spans = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     mapped = [span[0].split("-") for span in spans if span[-1] == str(segments(store)[0])]
     assert any(int(low, 16) <= value.data_ptr() < int(high, 16) for low, high in mapped)

@@ -35,6 +35,7 @@ def test_strict_takes_the_number_after_four_hashes(text: str, found: str | None)
         ("she pays $1,234.50 in all", "$1,234.50"),
         ("it fell to -7", "-7"),
         ("it is 18.", "18."),
+        ("it is 18\n\nQuestion: Tom has 5 pens", "18"),
         ("none", None),
     ],
 )
@@ -94,6 +95,12 @@ def test_numbers_are_compared_as_the_official_code_does(
         ("#### Step 1: add 2\n#### 2. Add 3\n#### 5", "5"),  # headings are no answers behind which none comes
         ("#### 5\n#### 6", "6"),
         (r"\boxed{5}, that is\n#### 6", "6"),
+        ("#### 18\n\nQuestion: Tom has 5 pens.\n#### 7", "18"),  # the model goes on with a problem of its own
+        ("#### 18\nQ2: Tom?\n#### 7", "18"),
+        ("It is 18.\nProblem: Tom?\n#### 7", None),
+        ("Problem 1: Ann has 5 pens.\n\n#### 18", "18"),  # the question repeated
+        ("Let us see.\nQuestion: Ann has 5 pens.\n#### 18", "18"),
+        ("#### 18\nThe Question: 7?\n#### 6", "6"),
         ("#### 1/2", None),
         ("#### 3 * 6", None),
         ("#### 18-20", None),

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save
 
 from deployments.activations.reader.row_reader import RowBatch
-from deployments.readouts.files import define
-from deployments.readouts.saelens import read
+from deployments.readouts.files import define, read_saelens
 from deployments.readouts.values import Readout
 
 POINT, HIDDEN, DIRECTIONS = "layers.12.output", 16, 8
@@ -40,7 +39,7 @@ def test_it_explains_rows_of_few_directions_and_is_saved_as_saelens_does(tmp_pat
     used = [one for one in tops if one["rows"]]
     assert all(len({id for id, _ in one["top"]}) == 1 for one in used if one["rows"] > 100), "one token each"
     example.save(sae, POINT, "smollm2", tmp_path)
-    spec, tensors = read(tmp_path)
+    spec, tensors = read_saelens(tmp_path)
     assert (spec["point"], spec["model"], spec["activation"]) == (POINT, "smollm2", "jumprelu")
     readout = Readout(define(save(tensors), spec | {"name": "sae"}), torch.device("cpu"))
     own = rows[0].points[POINT]

@@ -98,7 +98,7 @@ def test_hostile_text_stays_text_in_every_view(opened, served):
         expect(page.locator(f"main {shown}").first).to_be_visible()
         is_harmless(as_text=view == "Attention")  # elsewhere tokens of their own have its parts
     page.get_by_role("link", name="Stored runs").click()
-    page.get_by_role("button", name=session).click()
+    page.get_by_role("button", name=session, exact=True).click()
     boxes = page.get_by_role("checkbox", name="Compare")
     expect(boxes).to_have_count(2)
     is_harmless()

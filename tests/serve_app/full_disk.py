@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deployments.activations import load
+from deployments.activations import read_run
 
 BODY = {"model": "vitrine-demo", "prompt": "Tom has 3.", "max_tokens": 4, "temperature": 0}
 STORING = BODY | {"store_activations": True, "session_id": "s"}
@@ -56,7 +56,7 @@ def test_answers_come_without_their_activations_until_there_is_room(disk, reques
     assert "free space on the disk" in refused.json()["error"]["message"]
     [run] = before["runs"]
     for point in run["points"].values():
-        assert len(load(point["uri"], run["run_id"]).token_ids) == run["tokens"]
+        assert len(read_run(point["uri"], run["run_id"]).token_ids) == run["tokens"]
     (disk / "filler").unlink()
     assert ask(STORING).json()["activations_meta"]["status"] == "stored"
     eventually(lambda: ask(REQUIRED), lambda seen: seen.status_code == 200)

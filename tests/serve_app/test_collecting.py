@@ -15,11 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deployments.activations import load, runs
+from deployments.activations import read_run, runs
 from deployments.activations.facts import RunInfo
 from deployments.collect import Collected, CollectError, collect
-from deployments.collect.examples import DataError
-from deployments.collect.work import Outcome
+from deployments.collect.examples import DataError, Outcome
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
 from deployments.options import DEMO
@@ -102,7 +101,7 @@ def test_what_is_stored_of_each_example_and_what_cannot_be_is_named_and_left_out
     tokens = AutoTokenizer.from_pretrained(WEIGHTS)(rows[6]["prompt"], return_tensors="pt")
     with torch.inference_mode():
         states = model(**tokens, output_hidden_states=True).hidden_states
-    rows_of = load(store / "_" / session, run.run_id)
+    rows_of = read_run(store / "_" / session, run.run_id)
     assert rows_of["layers.0.output"].shape == (1, model.config.hidden_size), "the prompt's last token alone"
     torch.testing.assert_close(rows_of["layers.0.output"].float(), states[1][0, -1:], atol=1e-4, rtol=1e-4)
 
@@ -133,7 +132,7 @@ def test_generated_tokens_are_recorded_where_they_are_asked_for(served: Served, 
     collect(problems(3), session="generated", points=["norm.output"], **given)
     for run in by_id(store / "_" / "generated").values():
         assert run.tokens > run.prompt_tokens
-        assert load(store / "_" / "generated", run.run_id)["norm.output"].shape[0] == run.tokens
+        assert read_run(store / "_" / "generated", run.run_id)["norm.output"].shape[0] == run.tokens
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deployments.activations import load
+from deployments.activations import read_run
 
 BODY = {"model": "vitrine-demo", "prompt": "Tom has 3.", "max_tokens": 4, "temperature": 0, "store_activations": True}
 
@@ -52,5 +52,7 @@ def test_while_the_stores_directory_is_away_answers_come_and_say_so(served, away
     meta = ask().json()["activations_meta"]
     assert meta["status"] == "stored"
     [run] = meta["runs"]
-    assert len(load(run["points"]["layers.2.input_layernorm.output"]["uri"], run["run_id"]).token_ids) == run["tokens"]
+    assert (
+        len(read_run(run["points"]["layers.2.input_layernorm.output"]["uri"], run["run_id"]).token_ids) == run["tokens"]
+    )
     eventually(lambda: ask(**required), lambda seen: seen.status_code == 200)

@@ -183,12 +183,13 @@ def test_a_template_is_told_more_and_an_earlier_answers_thoughts_are_taken(clien
 
 
 def test_thoughts_are_told_apart_from_content_whole_and_streamed():
-    messages = [Piece(0, reasoning="Three "), Piece(0, "Twelve.", reasoning="fours."), End(0, "stop", 3, 9)]
+    messages = [Piece(0, reasoning="Three "), Piece(0, "Twelve.", reasoning="fours."), End(Piece(0), "stop", 3, 9)]
 
     def answer():
         return Answer("chat", "id", MODEL, sequences=1, per_prompt=1)
 
-    (whole,) = answer().whole(messages)["choices"]
+    end = End(Piece(0, "Twelve.", reasoning="Three fours."), "stop", 3, 9)
+    (whole,) = answer().whole([end])["choices"]
     assert whole["message"]["content"] == "Twelve."
     assert whole["message"]["reasoning_content"] == "Three fours."
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.demo_model import WEIGHTS
-from deployments.messages import LayerTop, TokenLayers, TokenText
-from serve_app.logprobs import of_lens
+from tests.serve_app.completions import MODEL, PROMPT, refused
+from tests.serve_app.completions import post as complete
 
-MODEL = "vitrine-demo"
 LAYERS = 6
-PROMPT = "Tom has 3 boxes of 4 pens."
 MESSAGES = [{"role": "user", "content": f"{PROMPT} How many pens is that?"}]
 CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 LENS = {"layers": "all", "top_k": 3}
@@ -28,21 +25,11 @@ def ask(client, lens=LENS, extra=None, **fields):
     return client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=body, **fields)
 
 
-def complete(served, **fields):
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True} | fields
-    return httpx.post(f"{served.base_url}/completions", json=body, timeout=60)
-
-
-def refused(served, **fields):
-    answer = complete(served, **fields)
-    assert answer.status_code == 400, answer.text
-    return answer.json()["error"]
-
-
 def joined(chunks, index=0):
-    """The lens of one choice of a stream."""
+    """The lens and the logprobs of one choice of a stream."""
     mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-    return [one for choice in mine if "logit_lens" in choice.model_extra for one in choice.logit_lens["content"]]
+    lens = [one for choice in mine if "logit_lens" in choice.model_extra for one in choice.logit_lens["content"]]
+    return lens, [one for choice in mine if choice.logprobs for one in choice.logprobs.content]
 
 
 def plain(content):
@@ -63,6 +50,12 @@ def assert_same(got, want):
     (shape, numbers), (its, others) = plain(got), plain(want)
     assert shape == its
     assert numbers == pytest.approx(others, abs=1e-4)
+
+
+def assert_same_logprobs(got, want):
+    shapes = [[(one.token, one.bytes, [top.token for top in one.top_logprobs]) for one in some] for some in (got, want)]
+    assert shapes[0] == shapes[1]
+    assert [one.logprob for one in got] == pytest.approx([one.logprob for one in want], abs=1e-4)
 
 
 def test_each_token_has_its_layers_and_the_last_says_what_logprobs_say(client):
@@ -96,7 +89,7 @@ def test_it_is_the_final_norm_and_head_of_what_is_recorded_after_interventions(s
     model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
     for layer in (0, 2, 5):
         point = run["points"][f"layers.{layer}.output"]
-        rows = load(point["uri"], run_id=run["run_id"])[f"layers.{layer}.output"]
+        rows = read_run(point["uri"], run_id=run["run_id"])[f"layers.{layer}.output"]
         with torch.inference_mode():
             wanted = model.lm_head(model.model.norm(rows)).log_softmax(-1)[run["prompt_tokens"] - 1 : -1]
         for one, row in zip(content, wanted, strict=True):
@@ -124,12 +117,17 @@ def test_it_is_the_final_norm_and_head_of_what_is_recorded_after_interventions(s
     ],
     ids=["plain", "one token", "no token", "stop", "tools", "json", "beyond the end", "recorded", "no logprobs"],
 )
-def test_a_streams_lens_joins_to_that_of_the_whole_answer(client, fields):
+def test_a_streams_lens_and_logprobs_join_to_those_of_the_whole_answer(client, fields):
     whole = ask(client, **fields)
-    content = whole.choices[0].logit_lens["content"]
+    (choice,) = whole.choices
+    content = choice.logit_lens["content"]
     assert len(content) == whole.usage.completion_tokens
     chunks = list(ask(client, stream=True, **fields))
-    assert_same(joined(chunks), content)
+    lens, logprobs = joined(chunks)
+    assert_same(lens, content)
+    assert_same_logprobs(logprobs, choice.logprobs.content if choice.logprobs and choice.logprobs.content else [])
+    text = [one.delta.content or "" for chunk in chunks for one in chunk.choices]
+    assert "".join(text) == (choice.message.content or "")
     for chunk in chunks:
         for choice in chunk.choices:
             if choice.logprobs:  # both come together
@@ -142,7 +140,9 @@ def test_each_choice_has_its_own(client, served):
     chunks = list(ask(client, stream=True, **fields))
     for choice in whole.choices:
         assert len(choice.logit_lens["content"]) == len(choice.logprobs.content)
-        assert_same(joined(chunks, choice.index), choice.logit_lens["content"])
+        lens, logprobs = joined(chunks, choice.index)
+        assert_same(lens, choice.logit_lens["content"])
+        assert_same_logprobs(logprobs, choice.logprobs.content)
     prompts = [PROMPT, "Ann has"]
     together = complete(served, prompt=prompts, n=2, logit_lens=LENS).json()["choices"]
     assert [choice["index"] for choice in together] == [0, 1, 2, 3]
@@ -199,6 +199,10 @@ def test_a_window_of_the_prompt_has_the_rank_of_what_the_last_layer_says(served)
             (target,) = layer["targets"]
             assert (target["token"], target["token_id"]) == (said["token"], said["token_id"])
             assert (target["rank"] == 1) == (layer["top"][0]["token_id"] == target["token_id"])
+    opened = complete(served, logit_lens=asked | {"tokens": {"from": 2}}, max_tokens=2).json()["choices"][0][
+        "logit_lens"
+    ]
+    assert (opened["prompt"][0]["position"], len(opened["content"])) == (2, 2)
     generated = complete(served, logit_lens=asked | {"tokens": "generated"}, max_tokens=2).json()["choices"][0]
     for one in generated["logit_lens"]["content"]:  # drawn greedily
         assert one["layers"][-1]["targets"][0]["token_id"] == one["token_id"]
@@ -236,28 +240,15 @@ BAD = [
 @pytest.mark.parametrize(("bad", "param"), BAD, ids=[json.dumps(bad) for bad, _ in BAD])
 def test_what_cannot_be_is_refused_by_its_path_and_nothing_runs(served, statistics, bad, param):
     before = statistics()["steps"]
-    assert refused(served, logit_lens=bad)["param"] == param
+    assert refused(complete(served, logit_lens=bad))[:2] == (400, param)
     assert statistics()["steps"] == before
 
 
 def test_more_than_an_answer_may_hold_is_refused_with_the_limit(served, statistics):
     before = statistics()["steps"]
     fields = {"logit_lens": {"top_k": 20}, "max_tokens": 10, "n": 17}  # 6 layers x 20 x 170 tokens
-    error = refused(served, **fields)
-    assert (error["param"], error["code"]) == ("logit_lens", "logit_lens_too_large")
-    assert "20400" in error["message"]
-    assert "20000" in error["message"]
+    answer = complete(served, **fields)
+    assert refused(answer) == (400, "logit_lens", "logit_lens_too_large")
+    assert "20400" in answer.text
+    assert "20000" in answer.text
     assert statistics()["steps"] == before
-
-
-def test_json_says_of_the_impossible_what_logprobs_say():
-    tokens = [
-        TokenLayers(
-            7, TokenText("y", None), (LayerTop(0, ()), LayerTop(3, ((9, TokenText("x", b"x"), float("-inf")),)))
-        )
-    ]
-    layers = [
-        {"layer": 0, "top": []},
-        {"layer": 3, "top": [{"token": "x", "token_id": 9, "bytes": [120], "logprob": -9999.0}]},
-    ]
-    assert of_lens(tokens) == {"content": [{"token": "y", "token_id": 7, "bytes": None, "layers": layers}]}

@@ -9,13 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deployments.demo_model import PROBLEMS, WEIGHTS
-from deployments.messages import ScoredToken, TokenLogprob
-from serve_app.logprobs import of_chat, of_completion
 
 MODEL = "vitrine-demo"
 QUESTION = json.loads(PROBLEMS.read_text().splitlines()[0])["question"]
 MESSAGES = [{"role": "user", "content": QUESTION}]
-CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +33,11 @@ def ask(client, **fields):
     return client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields)
 
 
-def streamed(chunks, index=0):
-    """(text, logprobs) of one choice."""
-    mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+def streamed(chunks):
+    """(text, logprobs) of a stream."""
+    mine = [choice for chunk in chunks for choice in chunk.choices]
     text = "".join(choice.delta.content or "" for choice in mine)
     return text, [one for choice in mine if choice.logprobs for one in choice.logprobs.content]
-
-
-def assert_same(got, want):
-    assert [(one.token, one.bytes) for one in got] == [(one.token, one.bytes) for one in want]
-    assert [one.logprob for one in got] == pytest.approx([one.logprob for one in want], abs=1e-4)
-    assert [[top.token for top in one.top_logprobs] for one in got] == [
-        [top.token for top in one.top_logprobs] for one in want
-    ]
 
 
 def test_a_chats_logprobs_are_the_models_own_of_every_token(client, tokenizer, forced):
@@ -65,25 +54,6 @@ def test_a_chats_logprobs_are_the_models_own_of_every_token(client, tokenizer, f
         assert [top.logprob for top in one.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"max_tokens": 1},
-        {"stop": [" the", "zz"]},
-        {"tools": [CALCULATOR], "max_tokens": 128},
-        {"extra_body": {"ignore_eos": True}, "max_tokens": 90},
-    ],
-    ids=["plain", "one token", "stop", "tools", "beyond the end"],
-)
-def test_a_streams_logprobs_join_to_those_of_the_whole_answer(client, fields):
-    whole = ask(client, **fields)
-    text, content = streamed(list(ask(client, stream=True, **fields)))
-    assert len(content) == whole.usage.completion_tokens
-    assert text == (whole.choices[0].message.content or "")
-    assert_same(content, whole.choices[0].logprobs.content)
-
-
 def test_logprobs_of_characters_held_back_come_with_their_text(client, tokenizer):
     (byte,) = [id for id in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(id) == "å"]  # 0xE5, a first byte
     fields = {"logit_bias": {str(byte): 100}, "max_tokens": 5, "top_logprobs": 0}
@@ -93,14 +63,6 @@ def test_logprobs_of_characters_held_back_come_with_their_text(client, tokenizer
     assert [one.token for one in content] == ["\\xe5"] * 5
     assert text == ask(client, **fields).choices[0].message.content
     assert all(choice.delta.content for chunk in chunks for choice in chunk.choices if choice.logprobs)
-
-
-def test_logprobs_of_each_choice_are_its_own(client):
-    fields = {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 16}
-    whole = ask(client, **fields)
-    chunks = list(ask(client, stream=True, **fields))
-    for choice in whole.choices:
-        assert_same(streamed(chunks, choice.index)[1], choice.logprobs.content)
 
 
 def test_who_asks_for_none_gets_none(client):
@@ -144,17 +106,3 @@ def test_a_completions_own_token_is_among_its_likeliest(client):
         for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
             assert top[token] == logprob
             assert count <= len(top) <= count + 1
-
-
-def test_json_says_of_the_impossible_what_openai_says():
-    never = ScoredToken("x", b"x", float("-inf"))
-    tokens = [TokenLogprob(ScoredToken("y", None, -0.5), (never,), 0)]
-    assert json.loads(json.dumps(of_chat(tokens), allow_nan=False))["content"] == [
-        {
-            "token": "y",
-            "logprob": -0.5,
-            "bytes": None,
-            "top_logprobs": [{"token": "x", "logprob": -9999.0, "bytes": [120]}],
-        }
-    ]
-    assert json.loads(json.dumps(of_completion(tokens), allow_nan=False))["top_logprobs"] == [{"x": -9999.0, "y": -0.5}]

@@ -8,9 +8,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from deployments.options import NO_MODEL, Options
-from serve_app.api import build_api
 from serve_app.http.keys import Caller, Keys, Role
 from serve_app.http.page_files import FOLDER, PATHS, VERSION
+from serve_app.ingress import build_api
 
 FILES = f"/page/{VERSION}"
 

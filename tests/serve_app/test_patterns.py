@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.demo_model import WEIGHTS
 from deployments.options import DEMO
 
@@ -51,7 +51,7 @@ def shown():
 
 def test_stored_patterns_are_those_of_transformers(root, shown):
     run = recorded(root, capture={"points": ["layers.*.attention.weights"]}, session_id="patterns")
-    stored = load(run["points"][POINT]["uri"], run_id=run["run_id"])
+    stored = read_run(run["points"][POINT]["uri"], run_id=run["run_id"])
     tokens = run["tokens"]
     assert len(stored) == LAYERS
     for layer, want in enumerate(shown(stored.token_ids)):
@@ -73,7 +73,7 @@ def test_inline_patterns_are_lists_that_grow(root):
     tokens = stored["tokens"]
     assert (inline["shape"], inline["dtype"]) == ([3, HEADS, None], "bfloat16")
     assert [[len(head) for head in row] for row in inline["data"]] == [[tokens - 2 + i] * HEADS for i in range(3)]
-    rows = load(stored["points"][POINT]["uri"], run_id=stored["run_id"])[POINT]
+    rows = read_run(stored["points"][POINT]["uri"], run_id=stored["run_id"])[POINT]
     for row, read in zip(inline["data"], rows, strict=True):
         torch.testing.assert_close(torch.tensor(row), read.float(), rtol=0, atol=1e-2)
 

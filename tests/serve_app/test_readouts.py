@@ -11,32 +11,19 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 
-from deployments.activations import load
+from deployments.activations import read_run
+from tests.serve_app.completions import MODEL, POINT, WIDTH, post, refused
 
-MODEL, WIDTH, POINT = "vitrine-demo", 192, "layers.3.output"
-BODY = {"model": MODEL, "prompt": "Tom has 3 boxes of 4 pens.", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 WEIGHT, BIAS = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1)) / 20, torch.tensor([0.1])
-ABOUT = {
-    "name": "truth",
-    "model": MODEL,
-    "point": POINT,
-    "kind": "linear",
-    "activation": "sigmoid",
-    "labels": '["yes"]',
-}
+ABOUT = {"name": "truth", "model": MODEL, "point": POINT, "kind": "linear", "activation": "sigmoid"}
+ABOUT["labels"] = '["yes"]'
+GATED_TOO_EARLY = {"op": "zero", "point": "layers.1.output", "when": {"readout": "truth", "above": 0.5}}
 CAPTURE = {"points": [POINT], "return": "reference"}
 
 
 def install(served, data: bytes, **spec: Any) -> httpx.Response:
     form = {"spec": json.dumps(spec)} if spec else None
     return httpx.post(f"{served.root}/v1/readouts", files={"file": ("r.safetensors", data)}, data=form, timeout=60)
-
-
-def post(served, route: str = "completions", **fields: Any) -> httpx.Response:
-    body = BODY | fields
-    if route.startswith("chat"):
-        body |= {"messages": [{"role": "user", "content": body.pop("prompt")}]}
-    return httpx.post(f"{served.base_url}/{route}", json=body, timeout=60)
 
 
 def chunks(served, **fields: Any) -> list[dict[str, Any]]:
@@ -89,7 +76,7 @@ def test_values_of_an_answer_are_the_probes_on_the_stored_rows_and_lie_with_them
     assert told["prompt"]["first"] == told["generated"]["first"] == 0
     values = torch.tensor(told["prompt"]["values"] + told["generated"]["values"])
     assert len(values) == usage["prompt_tokens"] + 8
-    stored = load(answer["activations_meta"]["runs"][0]["run_id"])
+    stored = read_run(answer["activations_meta"]["runs"][0]["run_id"])
     want = (stored[POINT].float() @ WEIGHT.T + BIAS).sigmoid()
     torch.testing.assert_close(values, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(stored["readouts.truth"], want, rtol=1e-5, atol=1e-5)
@@ -98,7 +85,7 @@ def test_values_of_an_answer_are_the_probes_on_the_stored_rows_and_lie_with_them
 def test_values_are_stored_without_a_point(served, truth):
     answer = post(served, readouts=[{"name": "truth", "store": True}]).json()
     told, (run,) = answer["choices"][0]["readouts"]["truth"], answer["activations_meta"]["runs"]
-    stored = load(run["run_id"])
+    stored = read_run(run["run_id"])
     assert list(run["points"]) == ["readouts.truth"]
     values = torch.tensor(told["prompt"]["values"] + told["generated"]["values"])
     torch.testing.assert_close(stored["readouts.truth"], values, rtol=1e-6, atol=1e-6)
@@ -179,18 +166,12 @@ def test_a_gate_says_its_lag_and_stop_when_ends_the_answer(served, truth):
         ({"readouts": ["truth"], "stop_when": {"readout": "truth"}}, "stop_when"),
         ({"readouts": ["truth"], "stop_when": {"readout": "truth", "above": 1, "feature": 3}}, "stop_when.feature"),
         ({"interventions": [{"op": "zero", "sae": "none", "feature": 1}]}, "interventions[0].sae"),
+        ({"readouts": ["truth"], "interventions": [GATED_TOO_EARLY]}, "interventions[0].when"),
     ],
 )
 def test_bad_fields_are_named(served, truth, fields, param):
     answer = post(served, **fields)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param, answer.text
-
-
-def test_a_gate_that_its_lag_forbids_is_refused(served, truth):
-    when = {"readout": "truth", "above": 0.5}
-    answer = post(served, readouts=["truth"], interventions=[{"op": "zero", "point": "layers.1.output", "when": when}])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "interventions[0].when")
+    assert refused(answer)[:2] == (400, param), answer.text
 
 
 @pytest.mark.parametrize(

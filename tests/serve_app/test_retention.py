@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import FileInfo, RunInfo, SessionName, names_a_session
 from deployments.activations.limits import Retention
@@ -107,7 +107,7 @@ def aged(served):
 
 def test_where_a_session_is_too_old_what_is_mapped_stays_and_its_files_go(served, aged, limit):
     folder = served.home / "activations" / "_" / "aged"
-    rows = load(folder, "old")["p"]
+    rows = read_run(folder, "old")["p"]
     [run] = shown(served, "aged").json()["runs"]
     part = {"Range": f"bytes=0-{run['bytes'] - 1}"}
     path = url(served, "aged", f"/files/{run['file']}")

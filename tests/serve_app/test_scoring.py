@@ -159,6 +159,8 @@ BAD = [
     ({"best_of": 2, "store_activations": True}, "best_of"),
     ({"suffix": " the end"}, "suffix"),
     ({"echo": "yes"}, "echo"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 6}, "logprobs"),
     ({"prompt": [99999999], "echo": True}, "prompt"),
     ({"prompt": [-1], "echo": True}, "prompt"),
     ({"prompt": "", "echo": True}, "prompt"),

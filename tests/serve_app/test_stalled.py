@@ -20,7 +20,7 @@ from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.segments.columns import to_batch
 from deployments.client_code.board import connect as board
 from deployments.client_code.job import Update
-from serve_app.http.ranges import PAGE_BYTES
+from serve_app.http.paging import PAGE_BYTES
 
 READERS = 40
 MOST_BYTES = 400 << 20

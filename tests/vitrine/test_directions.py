@@ -28,11 +28,12 @@ def test_a_direction_is_steered_along_at_some_tokens_and_in_a_unit_that_it_shows
     steer = direction.at(2, unit="residual_norm", tokens="generated")
     assert repr(steer) == "Steer('layers.2.output', scale=1, tokens='generated', unit='residual_norm')"
     assert steer.operation["tokens"] == "generated"
+    assert "tokens" not in direction.at(2, unit="residual_norm").operation  # the server leaves out the first one
     with pytest.raises(ValueError, match="choose positive= from 'sum', 'story'"):
         vitrine.difference_of_means(acts)
     with pytest.raises(ValueError, match="unit: set it on the vector"):
         server.generate("Tom", steer=steer, unit="residual_norm")
-    with pytest.raises(TypeError, match="a vector alone does not name a point"):
+    with pytest.raises(TypeError, match="a vector alone names no point"):
         server.generate("Tom", steer=direction.values[2])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vitrine
-from deployments.activations import load as load_torch
+from deployments.activations import read_run
 from vitrine.connection import transport
 from vitrine.runs import fetching
 
@@ -34,22 +34,25 @@ def directory(answer) -> Path:
 def test_values_are_those_that_the_store_holds(server, dtype):
     answer = server.complete("Ann has 3 boxes", max_tokens=2, capture=CAPTURE | {"dtype": dtype})
     (stored,) = answer["activations_meta"]["runs"]
-    expected = load_torch(stored["points"]["layers.0.output"]["uri"], run_id=stored["run_id"])
+    expected = read_run(stored["points"]["layers.0.output"]["uri"], run_id=stored["run_id"])
     for run in (vitrine.load(answer), vitrine.load(answer, server=server)):
         assert list(run) == list(expected)
         assert run.positions.tolist() == expected.positions.tolist()
         assert run.token_ids.tolist() == expected.token_ids.tolist()
         for point, rows in run.items():
             torch.testing.assert_close(torch.from_numpy(rows), expected[point].float(), rtol=0, atol=0)
+        tensors = vitrine.load(answer, server=server, framework="torch")
+        for point, values in tensors.items():
+            torch.testing.assert_close(values, expected[point], rtol=0, atol=0)
 
 
 def test_every_name_of_a_run_leads_to_it(server, answer, directory):
     first = answer["activations_meta"]["runs"][0]
     name, file = first["run_id"], first["points"]["layers.0.output"]["uri"]
     expected = vitrine.load(first)["layers.3.output"]
-    found = [vitrine.load(source, run_id=name) for source in (answer, directory, str(directory), file)]
-    found += [vitrine.load(source, run_id=name, server=server) for source in (answer, first, name, "loading")]
-    for run in found:
+    runs = [vitrine.load(source, run_id=name) for source in (answer, directory, str(directory), file)]
+    runs += [vitrine.load(source, run_id=name, server=server) for source in (answer, first, name, "loading")]
+    for run in runs:
         np.testing.assert_array_equal(run["layers.3.output"], expected)
 
 
@@ -110,7 +113,7 @@ def test_what_is_not_there_is_named(server, answer, directory, tmp_path):
         vitrine.load("run-1-0")
     with pytest.raises(FileNotFoundError, match="holds no Arrow file"):
         vitrine.load(tmp_path)
-    with pytest.raises(ValueError, match="has 2 runs, and give one of them as run_id"):
+    with pytest.raises(ValueError, match="has 2 runs: give one of them as run_id"):
         vitrine.load(answer)
     with pytest.raises(ValueError, match="recorded no activations"):
         vitrine.load({"choices": []})
@@ -126,10 +129,10 @@ def test_some_runs_of_a_file_are_fetched_by_their_bytes(server, monkeypatch, few
         monkeypatch.setattr(fetching, "HEAD_BYTES", 100)
     for places in ([3], [4, 1, 2], [0, 5], range(6)):
         chosen = [stored[place] for place in places]
-        found = server.load_runs([run["run_id"] for run in chosen], "layers.1.output")
+        fetched = server.load_runs([run["run_id"] for run in chosen], "layers.1.output")
         expected = vitrine.load_runs(chosen, "layers.1.output")
-        assert [run.run_id for run in found] == [run["run_id"] for run in chosen]
-        for run, its in zip(found, expected, strict=True):
+        assert [run.run_id for run in fetched] == [run["run_id"] for run in chosen]
+        for run, its in zip(fetched, expected, strict=True):
             assert (run["layers.1.output"] == its["layers.1.output"]).all()
             assert (run.positions.tolist(), run.facts) == (its.positions.tolist(), its.facts)
 

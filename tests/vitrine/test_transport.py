@@ -207,10 +207,10 @@ def sending(monkeypatch, passing) -> Callable[..., list[str]]:
 
         async def exchange(self, method, path, **_):
             paths.append(path)
-            found = left.pop(0) if len(left) > 1 else left[0]
-            if isinstance(found, Exception):
-                raise found
-            return response(*found)
+            answer = left.pop(0) if len(left) > 1 else left[0]
+            if isinstance(answer, Exception):
+                raise answer
+            return response(*answer)
 
         monkeypatch.setattr(transport.Transport, "_exchange", exchange)
         client = transport.Transport("http://server/v1", None, 60, **{"retries": 2, "max_outage": 600.0} | options)
@@ -238,7 +238,10 @@ def response(status: int, body: object = None, **headers: str) -> httpx.Response
         *((answer, "busy") for answer in [(408, OPENAI), (429, OPENAI), (429, "slow down"), (504, NOT_STARTED)]),
         ((504, OPENAI), "late"),  # the server's own limit of a request's time
         ((503, OPENAI), "starting"),
-        *((answer, "away") for answer in [(502, "<html>"), (503, "not yet"), (504, "<html>"), (504, NO_REPLICA)]),
+        *(
+            (answer, "away")
+            for answer in [(502, "<html>"), (502, OPENAI), (503, "not yet"), (504, "<html>"), (504, NO_REPLICA)]
+        ),
         ((404, "Path '/v1/completions' not found."), "away"),
         ((500, "Internal Server Error"), "away"),
     ],

@@ -1,4 +1,1 @@
-"""HTTP to one server: retries, bytes of files, progress, and blocking calls.
-
-It knows no route: the requests are in `experiments/` and `runs/`.
-"""
+"""HTTP to one server: retries, bytes of files, and blocking calls; requests are in `experiments/` and `runs/`."""

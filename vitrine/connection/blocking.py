@@ -7,28 +7,18 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _making = threading.Lock()
 
 
-class Blocking(Protocol):
-    """An object with blocking methods."""
-
-    @property
-    def asynchronous(self) -> Any:
-        """The object with the asynchronous methods."""
-
-
-def blocking(
-    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]],
-) -> Callable[Concatenate[Blocking, _P], _R]:
+def blocking(method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]]) -> Callable[Concatenate[Any, _P], _R]:
     """A blocking version of a method of `asynchronous`, with its signature and docstring."""
 
     @functools.wraps(method)
-    def call(self: Blocking, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return wait(method(self.asynchronous, *args, **kwargs))
 
     return call
@@ -44,9 +34,7 @@ def wait(coroutine: Coroutine[Any, Any, _R]) -> _R:
         loop = _loop()
     if asyncio._get_running_loop() is loop:
         coroutine.close()
-        raise RuntimeError(
-            "a function that the client calls cannot block on the server: await the methods of server.asynchronous",
-        )
+        raise RuntimeError("a function that the client calls cannot block: await the methods of server.asynchronous")
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
         return future.result()

@@ -7,15 +7,16 @@ import contextlib
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import httpx
 
-import vitrine.connection.sockets  # noqa: F401 - before the first request
 from vitrine.server_error import AnswerLate, RequestFailed, ServerAway, ServerError, error_of
 
 AT_ONCE = 32  # requests of one client
@@ -42,10 +43,11 @@ class Transport:
     - refused (any other 4xx or 5xx): an error at once.
     - busy (408, 429, 504 `not_started`): sent again after growing random pauses, at least as long as `Retry-After`,
       `retries` times, or for `timeout` seconds if `retries` is None. A GET whose answer is late counts as busy.
-    - away (a connection that is refused or breaks; 502 to 504 without OpenAI's error, 504 `unavailable`; 404 or 500 in
-      plain text, as Ray Serve's proxy answers without an application; a late answer, and none to `/models`): sent again
-      for `max_outage` seconds after the first sign of absence to any request of this client. A request's first outage
-      is free, and each further one counts like a busy answer, so that a request that always breaks its connection ends.
+    - away (a connection that is refused or breaks; 502; 503 or 504 without OpenAI's error, 504 `unavailable`; 404 or
+      500 in plain text, as Ray Serve's proxy answers without an application; a late answer, and none to `/models`):
+      sent again for `max_outage` seconds after the first sign of absence to any request of this client. A request's
+      first outage is free, and each further one counts like a busy answer, so that a request that always breaks its
+      connection ends.
     - starting (503 with OpenAI's error): like busy if `retries` is None, since a model may take long to load; else like
       away.
     - late (no answer within `timeout`; any other 504 with OpenAI's error): an error at once.
@@ -147,6 +149,10 @@ class Transport:
         async with self._room.of(sequences):
             return json_object(await self._send("POST", path, repeat=repeat, content=content, headers=headers))
 
+    async def upload(self, path: str, data: bytes, fields: Mapping[str, str]) -> dict[str, Any]:
+        """Post a form with a `file` and texts once, and return the JSON answer. Raises as `get`."""
+        return json_object(await self._send("POST", path, repeat=False, files={"file": data}, data=fields))
+
     async def file_bytes(
         self, path: str, first: int, end: int, query: Mapping[str, Any] | None = None
     ) -> AsyncIterator[bytes]:
@@ -165,10 +171,10 @@ class Transport:
         """Return an answer of status 2xx, or raise as `get`."""
         end, failures, attempts, outage = 0.0, 0, 0, 0
         while True:
-            found = await self._attempt(method, path, **request)
-            if isinstance(found, httpx.Response):
-                return found
-            kind, error, asked_s = found
+            outcome = await self._attempt(method, path, **request)
+            if isinstance(outcome, httpx.Response):
+                return outcome
+            kind, error, asked_s = outcome
             end = end or _now() + self.timeout  # not from the beginning: it may have waited for its turn
             if kind == "late" and method == "GET":
                 kind = "busy"
@@ -363,3 +369,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, range):
         return list(value)
     raise TypeError(f"{value!r:.60} of type {type(value).__name__} cannot be sent: give numbers, texts, lists or dicts")
+
+
+def _define_attributes() -> None:
+    """Import what httpx imports at its first request, because that import fails after nnsight's.
+
+    nnsight adds a method `save` to every object (`nnsight.CONFIG.APP.PYMOUNT`). anyio would find it as an untyped
+    attribute of the classes that it defines.
+    """
+    nnsight = sys.modules.get("nnsight") if hasattr(object, "save") else None
+    if nnsight:
+        nnsight._c.unmount("save")
+    try:
+        import_module("anyio.abc").SocketAttribute  # noqa: B018 - it is defined at its first use
+        import_module("anyio.streams.tls").TLSAttribute  # noqa: B018
+    finally:
+        if nnsight:
+            nnsight._c.mount(nnsight.save, "save")
+
+
+_define_attributes()

@@ -1,4 +1,1 @@
-"""Experiments of one call each, as parts of `Server`, and their results.
-
-Sending requests is in `connection/`; reading stored runs is in `runs/`.
-"""
+"""Experiments of one call each, as parts of `Server`, and their results."""

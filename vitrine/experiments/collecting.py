@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vitrine.connection.progress import gathered
-from vitrine.experiments.activations import Activations
-from vitrine.experiments.generating import GenerateMethods
+from vitrine.experiments.directions import Activations
+from vitrine.experiments.generating import GenerateMethods, gathered
 from vitrine.experiments.prompt_batches import Prompt, asked, check, is_chat, named_by, requests
 from vitrine.runs.reading import LoadMethods
 from vitrine.runs.rows import Run
@@ -82,10 +81,7 @@ class CollectMethods(GenerateMethods, LoadMethods):
         fields = {"max_tokens": max_tokens, "temperature": 0, "session_id": session}
 
         async def part(group: list[int]) -> dict[int, _Rows]:
-            own: dict[str, Any] = {
-                "tags": [named[place] for place in group],
-                "sample_id": [str(place) for place in group],
-            }
+            own: dict[str, Any] = {"tags": [named[place] for place in group], "sample_id": [*map(str, group)]}
             if is_chat(prompts[group[0]]):
                 own = {name: value[0] for name, value in own.items()}
             with named_by(group):
@@ -93,8 +89,8 @@ class CollectMethods(GenerateMethods, LoadMethods):
             return {group[index]: of_one for index, of_one in rows.items()}
 
         parts = await gathered([(len(group), part(group)) for group in groups], progress=progress)
-        found = {place: rows for part in parts for place, rows in part.items()}
-        ordered = [found[place] for place in range(len(prompts))]
+        by_place = {place: rows for part in parts for place, rows in part.items()}
+        ordered = [by_place[place] for place in range(len(prompts))]
         values: Any = [rows.values for rows in ordered]
         if tokens not in SEQUENCES and all(len(rows) == 1 for rows in values):
             values = np.concatenate(values)
@@ -122,9 +118,7 @@ def _rows(run: Run) -> _Rows:
     shapes = {point: rows.shape[1:] if isinstance(rows, np.ndarray) else None for point, rows in columns.items()}
     if len(set(shapes.values())) > 1 or None in shapes.values():
         if None in shapes.values():
-            raise ValueError(
-                "points: attention patterns grow with the tokens and do not fit an array: use server.attention",
-            )
+            raise ValueError("points: attention patterns grow with the tokens and fit no array: use server.attention")
         by_shape = {shape: point for point, shape in shapes.items()}  # one point of each shape
         different = ", ".join(f"{shape} at {point}" for shape, point in by_shape.items())
         raise ValueError(f"points: rows have different shapes, {different}: collect them separately, or use load")
@@ -142,7 +136,7 @@ def _tags(count: int, labels: npt.NDArray[Any] | None, tags: Any) -> list[dict[s
     of_each = [tags or {}] * count if tags is None or isinstance(tags, Mapping) else tags
     if len(of_each) != count:
         raise ValueError(f"tags: there are {len(of_each)} for {count} prompts")
-    found = [dict(own) for own in of_each]
+    labelled = [dict(own) for own in of_each]
     for place, label in enumerate([] if labels is None else labels.tolist()):
-        found[place]["label"] = label if isinstance(label, str) else json.dumps(label, default=str)
-    return found
+        labelled[place]["label"] = label if isinstance(label, str) else json.dumps(label, default=str)
+    return labelled

@@ -1,4 +1,4 @@
-"""Directions in activation space, and steering along them."""
+"""Collected activations, directions between them, and steering along directions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,50 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrine.experiments.activations import Activations
 from vitrine.points import layer_of, listed
+
+
+class _AtPoints:
+    points: list[str]
+
+    @property
+    def layers(self) -> list[int | None]:
+        """The layer number of each point; None for a point outside the layers."""
+        return [layer_of(point) for point in self.points]
+
+
+@dataclass(frozen=True, repr=False)
+class Activations(_AtPoints):
+    """The activations of a list of prompts, in the list's order.
+
+    Attributes:
+        values: float32 `[prompts, points, hidden]` if one token of each prompt was collected; otherwise a list with
+            `[tokens, points, hidden]` for each prompt. At heads, `hidden` is `heads, head_dim`.
+        points: The points' names, in the order of execution.
+        run_ids: The stored run of each prompt.
+        session: The session of the runs.
+        texts: The prompts as given.
+        labels: The label of each prompt; None without labels.
+
+    Examples:
+        >>> acts = server.collect(["Ann has", "Tom has"], "layers.*.output", labels=[0, 1])
+        >>> acts.values.shape, acts.layers, acts.labels
+        ((2, 6, 192), [0, 1, 2, 3, 4, 5], array([0, 1]))
+    """
+
+    values: npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
+    points: list[str]
+    run_ids: list[str]
+    session: str
+    texts: Sequence[Any]
+    labels: npt.NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.run_ids)
+
+    def __repr__(self) -> str:
+        shape = list(self.values.shape) if isinstance(self.values, np.ndarray) else f"{len(self)} arrays"
+        return f"Activations({shape}, {len(self.points)} points, session={self.session!r})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +65,8 @@ class Steer:
         point: The point's name.
         vector: `[hidden]`; at heads, `[heads, head_dim]`.
         scale: The factor of the vector.
-        tokens: The tokens that it is added to, as in `docs/points.md`.
+        tokens: The tokens that it is added to, as in `docs/points.md`. None means all; with `residual_norm`, all but
+            the first, whose norm is often a hundred times as large.
         unit: `absolute`, or `residual_norm`: the vector is normalized and multiplied by the norm of each changed row.
 
     Examples:
@@ -36,7 +79,7 @@ class Steer:
     point: str
     vector: npt.NDArray[np.float32]
     scale: float = 1.0
-    tokens: str | Mapping[str, Any] = "all"
+    tokens: str | Mapping[str, Any] | None = None
     unit: str = "absolute"
 
     def __mul__(self, factor: float) -> Steer:
@@ -48,8 +91,9 @@ class Steer:
         return self * -1
 
     def __repr__(self) -> str:
+        tokens = "" if self.tokens is None else f", tokens={self.tokens!r}"
         unit = "" if self.unit == "absolute" else f", unit={self.unit!r}"
-        return f"Steer({self.point!r}, scale={self.scale:g}, tokens={self.tokens!r}{unit})"
+        return f"Steer({self.point!r}, scale={self.scale:g}{tokens}{unit})"
 
     @property
     def operation(self) -> dict[str, Any]:
@@ -62,12 +106,12 @@ class Steer:
             ('add', 'layers.3.output', 2.0)
         """
         vector = self.vector.ravel().tolist()  # heads concatenated
-        how = {"scale": self.scale, "unit": self.unit, "tokens": self.tokens}
+        how = {"scale": self.scale, "unit": self.unit} | ({} if self.tokens is None else {"tokens": self.tokens})
         return {"op": "add", "point": self.point, "vector": vector, **how}
 
 
 @dataclass(frozen=True, eq=False)
-class Direction:
+class Direction(_AtPoints):
     """A vector for each of several points, usually one for each layer.
 
     Attributes:
@@ -78,7 +122,7 @@ class Direction:
         >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.*.output", labels=[1, 0])
         >>> direction = vitrine.difference_of_means(acts)
         >>> direction.values.shape, direction.at(-1)
-        ((6, 192), Steer('layers.5.output', scale=1, tokens='all'))
+        ((6, 192), Steer('layers.5.output', scale=1))
         >>> direction.save("direction.safetensors")
         >>> bool((vitrine.Direction.load("direction.safetensors").values == direction.values).all())
         True
@@ -87,18 +131,7 @@ class Direction:
     values: npt.NDArray[np.float32]
     points: list[str]
 
-    @property
-    def layers(self) -> list[int | None]:
-        """The layer number of each point; None for a point outside the layers.
-
-        Examples:
-            >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
-            >>> vitrine.difference_of_means(acts).layers
-            [0, 1, 2, 3, 4, 5]
-        """
-        return [layer_of(point) for point in self.points]
-
-    def at(self, layer: int, unit: str = "absolute", tokens: str | Mapping[str, Any] = "all") -> Steer:
+    def at(self, layer: int, unit: str = "absolute", tokens: str | Mapping[str, Any] | None = None) -> Steer:
         """Steering with the vector of one layer.
 
         Args:
@@ -112,7 +145,7 @@ class Direction:
         Examples:
             >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
             >>> vitrine.difference_of_means(acts).at(-1, unit="residual_norm") * 0.5
-            Steer('layers.5.output', scale=0.5, tokens='all', unit='residual_norm')
+            Steer('layers.5.output', scale=0.5, unit='residual_norm')
         """
         layers = self.layers
         wanted = sorted({own for own in layers if own is not None})[layer] if -len(layers) <= layer < 0 else layer
@@ -180,9 +213,9 @@ def difference_of_means(acts: Activations, positive: Any = 1) -> Direction:
         raise ValueError("the activations are of several tokens a prompt: collect(..., tokens='prompt_last') for one")
     chosen = acts.labels == positive
     if chosen.all() or not chosen.any():
-        there = ", ".join(map(repr, dict.fromkeys(acts.labels.tolist())))
+        labels = ", ".join(map(repr, dict.fromkeys(acts.labels.tolist())))
         count = f"{int(chosen.sum())} of {len(acts)} labels are {positive!r}"
-        raise ValueError(f"{count}: both sides need activations; choose positive= from {there}")
+        raise ValueError(f"{count}: both sides need activations; choose positive= from {labels}")
     means = [acts.values[side].mean(axis=0, dtype=np.float64) for side in (chosen, ~chosen)]
     return Direction((means[0] - means[1]).astype(np.float32), list(acts.points))
 
@@ -192,8 +225,6 @@ def operations(
 ) -> list[Mapping[str, Any]] | None:
     """A request's `interventions`: the given ones, then the steering; None if there are none."""
     steers = [steer] if isinstance(steer, Steer) else [] if steer is None else list(steer)
-    if any(not isinstance(one, Steer) for one in steers):
-        raise TypeError(
-            "steer: give direction.at(layer) * scale, or several in a list; a vector alone does not name a point",
-        )
-    return [*(interventions or ()), *(one.operation for one in steers)] or None
+    if any(not isinstance(each, Steer) for each in steers):
+        raise TypeError("steer: give direction.at(layer) * scale, or a list of them; a vector alone names no point")
+    return [*(interventions or ()), *(each.operation for each in steers)] or None

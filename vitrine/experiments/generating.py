@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
+import sys
+from collections.abc import Awaitable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, TypeVar, overload
 
-from vitrine.connection.progress import gathered
-from vitrine.connection.transport import Transport
+from vitrine.connection.transport import Transport, together
 from vitrine.experiments.directions import Steer, operations
 from vitrine.experiments.prompt_batches import Chat, Prompt, asked, check, is_chat, named_by, requests, route
 
 MOST_VARIANTS = 64  # in one request
 MOST_NUMBERS = 1 << 16  # of their vectors, of some 20 characters each: a body may have 2 MiB
+_T = TypeVar("_T")
 
 
 class GenerateMethods(Transport):
@@ -58,7 +60,7 @@ class GenerateMethods(Transport):
         groups: list[list[Sequence[Mapping[str, Any]]]] = []
         left = 0  # numbers that still fit into the last request
         for variant in variants:
-            size = sum(len(one["vector"]) for one in variant if isinstance(one.get("vector"), list))
+            size = sum(len(change["vector"]) for change in variant if isinstance(change.get("vector"), list))
             if not groups or len(groups[-1]) == MOST_VARIANTS or size > left:
                 groups.append([])
                 left = MOST_NUMBERS
@@ -66,34 +68,12 @@ class GenerateMethods(Transport):
             left -= size
         calls = [(len(group), self.complete(prompt, **fields, variants=group)) for group in groups]
         answers = await gathered(calls, unit, progress)
-        return [choice for answer in answers for choice in sorted(answer["choices"], key=lambda one: one["index"])]
+        return [choice for answer in answers for choice in sorted(answer["choices"], key=itemgetter("index"))]
 
     @overload
-    async def generate(
-        self,
-        /,
-        prompt: str | Chat,
-        *,
-        max_tokens: int = 64,
-        temperature: float = 0,
-        steer: Steer | Sequence[Steer] | None = None,
-        interventions: Sequence[Mapping[str, Any]] | None = None,
-        progress: bool | None = None,
-        **fields: Any,
-    ) -> str: ...
+    async def generate(self, /, prompt: str | Chat, **fields: Any) -> str: ...
     @overload
-    async def generate(
-        self,
-        /,
-        prompt: Sequence[str] | Sequence[Chat],
-        *,
-        max_tokens: int = 64,
-        temperature: float = 0,
-        steer: Steer | Sequence[Steer] | None = None,
-        interventions: Sequence[Mapping[str, Any]] | None = None,
-        progress: bool | None = None,
-        **fields: Any,
-    ) -> list[str]: ...
+    async def generate(self, /, prompt: Sequence[str] | Sequence[Chat], **fields: Any) -> list[str]: ...
     async def generate(
         self,
         /,
@@ -167,3 +147,30 @@ def _sequences(prompt: Prompt | Sequence[str], fields: Mapping[str, Any]) -> int
 def text_of(choice: Mapping[str, Any]) -> str:
     """The text of a choice of a completion or chat."""
     return choice["text"] if "text" in choice else choice["message"]["content"] or ""
+
+
+async def gathered(
+    calls: Sequence[tuple[int, Awaitable[_T]]], unit: str = "prompt", progress: bool | None = None
+) -> list[_T]:
+    """Await requests and return their results in order; the first failure cancels the others.
+
+    Args:
+        calls: The requests, each with its number of units.
+        unit: The unit that the bar counts.
+        progress: Whether to show a bar; by default in terminals and notebooks, for several requests.
+    """
+    with _bar(sum(count for count, _ in calls), unit, progress, len(calls) > 1) as bar:
+
+        async def counted(count: int, call: Awaitable[_T]) -> _T:
+            result = await call
+            bar.update(count)
+            return result
+
+        return await together(counted(count, call) for count, call in calls)
+
+
+def _bar(total: int, unit: str, progress: bool | None, is_long: bool) -> Any:
+    from tqdm import tqdm
+
+    is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return tqdm(total=total, unit=unit, disable=not (is_long and is_seen if progress is None else progress))

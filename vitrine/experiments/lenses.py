@@ -116,15 +116,15 @@ def read(entries: Sequence[dict[str, Any]], targets: Sequence[str | int]) -> Len
     logprobs, ranks = np.full(shape, np.nan, np.float32), np.zeros(shape, np.int64)
     names = [str(target) for target in targets]
     for row, layer in enumerate(by_layer):
-        for column, one in enumerate(layer):
-            for place, found in enumerate(one.get("targets", ())):
-                logprobs[row, column, place], ranks[row, column, place] = found["logprob"], found["rank"]
-                names[place] = found["token"]
+        for column, reading in enumerate(layer):
+            for place, target in enumerate(reading.get("targets", ())):
+                logprobs[row, column, place], ranks[row, column, place] = target["logprob"], target["rank"]
+                names[place] = target["token"]
     return Lens(
         tokens=[entry["token"] for entry in entries],
         positions=[entry["position"] for entry in entries],
-        layers=[one["layer"] for one in entries[0]["layers"]],
-        top=[[[(top["token"], top["logprob"]) for top in one["top"]] for one in layer] for layer in by_layer],
+        layers=[reading["layer"] for reading in entries[0]["layers"]],
+        top=[[[(top["token"], top["logprob"]) for top in reading["top"]] for reading in layer] for layer in by_layer],
         targets=names,
         logprobs=logprobs,
         ranks=ranks,

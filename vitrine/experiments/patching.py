@@ -1,7 +1,8 @@
-"""Activation patching: activations of a clean run replace those of a corrupt run, one at a time."""
+"""Attention patterns, and patching: a clean run's activations replace those of a corrupt run, one at a time."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ class PatchGrid:
         Examples:
             >>> figure = server.patch_grid("Tom has 3", "Tom has 4", target=" ").plot(path="grid.png")
         """
-        names = [shown(one) if one == other else f"{shown(one)} / {shown(other)}" for one, other in self.tokens]
+        names = [shown(own) if own == other else f"{shown(own)} / {shown(other)}" for own, other in self.tokens]
         return heat_map(
             self.values - self.corrupt,
             self.layers,
@@ -135,9 +136,7 @@ class PatchGridMethods(CollectMethods):
         check_one(corrupt, "corrupt")
         own, others = await together([self.tokens(clean), self.tokens(corrupt)])
         if len(own) != len(others):
-            message = (
-                f"clean has {len(own)} tokens, corrupt {len(others)}: reword one, so that they have the same number"
-            )
+            message = f"clean has {len(own)} tokens, corrupt {len(others)}: reword one, until they have the same number"
             raise ValueError(f"{message}\n  clean:   {own}\n  corrupt: {others}")
         at = _chosen("positions", positions, range(len(own)))
         acts = await self.collect([clean], point, tokens="prompt", progress=False)
@@ -169,8 +168,8 @@ class PatchGridMethods(CollectMethods):
         """The first target's logprob after the prompt, minus the second's, for each variant."""
         lens = {"layers": [-1], "top_k": 0, "tokens": "prompt_last", "targets": list(targets)}
         choices = await self._variants(prompt, variants, "patch", progress, max_tokens=0, logit_lens=lens)
-        found = [choice["logit_lens"]["prompt"][0]["layers"][0]["targets"] for choice in choices]
-        return [float(one["logprob"] - sum(other["logprob"] for other in others)) for one, *others in found]
+        targets_of = [choice["logit_lens"]["prompt"][0]["layers"][0]["targets"] for choice in choices]
+        return [float(first["logprob"] - sum(other["logprob"] for other in others)) for first, *others in targets_of]
 
 
 def _patch(point: str, position: int, run_id: str) -> list[dict[str, Any]]:
@@ -179,15 +178,80 @@ def _patch(point: str, position: int, run_id: str) -> list[dict[str, Any]]:
     return [{"op": "replace", "point": point, "tokens": tokens, "from": {"run_id": run_id, "tokens": tokens}}]
 
 
-def _chosen(name: str, wanted: Sequence[int] | None, there: Sequence[int]) -> list[int]:
+def _chosen(name: str, wanted: Sequence[int] | None, existing: Sequence[int]) -> list[int]:
     """Resolve layers or positions; negative ones count from the end.
 
     Raises:
         IndexError: One does not exist; the message starts with `name`.
     """
     if wanted is None:
-        return list(there)
-    found = [int(one) + (there[-1] + 1 if one < 0 else 0) for one in wanted]
-    if missing := [int(one) for one, place in zip(wanted, found, strict=True) if place not in there]:
-        raise IndexError(f"{name}: {missing} are not among {there[0]} to {there[-1]}")
-    return list(dict.fromkeys(found))
+        return list(existing)
+    places = [int(number) + (existing[-1] + 1 if number < 0 else 0) for number in wanted]
+    if missing := [int(number) for number, place in zip(wanted, places, strict=True) if place not in existing]:
+        raise IndexError(f"{name}: {missing} are not among {existing[0]} to {existing[-1]}")
+    return list(dict.fromkeys(places))
+
+
+@dataclass(frozen=True, repr=False)
+class Attention:
+    """The attention pattern of a prompt in one layer.
+
+    Attributes:
+        layer: The layer.
+        values: `[heads, tokens, tokens]`: the attention of head h from token i to token j; 0 for j > i.
+        tokens: The prompt's tokens.
+
+    Examples:
+        >>> attention = server.attention("Ann has 3 boxes", layer=2)
+        >>> round(float(attention.values[0].sum(-1).min()), 2)
+        1.0
+    """
+
+    layer: int
+    values: npt.NDArray[np.float32]
+    tokens: list[str]
+
+    def plot(self, head: int | None = None, path: str | Path | None = None) -> Any:
+        """A heat map of one head, or of the mean over heads; raises ImportError without matplotlib.
+
+        Examples:
+            >>> figure = server.attention("Ann has 3 boxes", layer=2).plot(head=1, path="attention.png")
+        """
+        values = self.values.mean(axis=0) if head is None else self.values[head]
+        names = [shown(token) for token in self.tokens]
+        which = "mean of the heads" if head is None else f"head {head}"
+        title, labels = f"attention in layer {self.layer}, {which}", ("attends to", "token")
+        return heat_map(values[::-1], names[::-1], names, title=title, labels=labels, path=path)
+
+    def __repr__(self) -> str:
+        return f"Attention(layer={self.layer}, {len(self.values)} heads, {len(self.tokens)} tokens)"
+
+
+class AttentionMethods(PatchGridMethods):
+    """The part of `Server` that returns attention patterns."""
+
+    async def attention(self, prompt: Prompt, layer: int) -> Attention:
+        """The attention pattern of a prompt in one layer; it is also stored.
+
+        Args:
+            prompt: A text or a chat.
+            layer: The layer's number; -1 is the last.
+
+        Raises:
+            ServerError: The server rejects the request, for example because the model's attention has no patterns.
+
+        Examples:
+            >>> attention = server.attention("Ann has 3 boxes", layer=-1)
+            >>> attention.layer, attention.values.shape[1:] == (len(attention.tokens), len(attention.tokens))
+            (5, True)
+        """
+        check_one(prompt, "prompt")
+        capture = {"points": [f"layers.{layer}.attention.weights"], "mode": "trace", "required": True}
+        asked = self.complete(prompt, capture=capture, max_tokens=0)
+        answer, tokens = await asyncio.gather(asked, self.tokens(prompt))
+        (run,) = await self.load_runs(answer)
+        ((point, rows),) = run.items()
+        values = np.zeros((len(rows[0]), len(rows), len(rows)), np.float32)
+        for place, row in enumerate(rows):
+            values[:, place, : row.shape[1]] = row
+        return Attention(int(point.split(".")[1]), values, tokens)

@@ -31,16 +31,16 @@ def route(prompt: Prompt | Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 def requests(prompts: Sequence[Prompt]) -> list[list[int]]:
     """The indices of each request's prompts: texts of similar length together, each chat alone."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     left = 0  # characters that still fit into the last request
     for place in sorted(range(len(prompts)), key=lambda place: (is_chat(prompts[place]), len(prompts[place]))):
         size = MOST_CHARACTERS if is_chat(prompts[place]) else max(1, len(prompts[place]))
-        if size > left or len(found[-1]) >= PROMPTS_PER_REQUEST:
-            found.append([])
+        if size > left or len(groups[-1]) >= PROMPTS_PER_REQUEST:
+            groups.append([])
             left = MOST_CHARACTERS
-        found[-1].append(place)
+        groups[-1].append(place)
         left -= size
-    return found
+    return groups
 
 
 def asked(prompts: Sequence[Prompt], group: Sequence[int]) -> Any:
@@ -59,7 +59,7 @@ def named_by(group: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except ServerError as error:
-        message = re.sub(r"\bprompt\[(\d+)\]", lambda found: f"prompt[{group[int(found[1])]}]", error.message)
+        message = re.sub(r"\bprompt\[(\d+)\]", lambda match: f"prompt[{group[int(match[1])]}]", error.message)
         raise ServerError(message, error.status, error.param, error.code) from error
 
 

@@ -56,7 +56,7 @@ class Sweep:
             >>> sweep = server.sweep("Ann", direction, layers=[2], scales=[0, 1], max_tokens=4, score=len)
             >>> figure = sweep.plot(path="sweep.png")
         """
-        layers, scales = ([*dict.fromkeys(one[place] for one in self.rows)] for place in (0, 1))
+        layers, scales = ([*dict.fromkeys(row[place] for row in self.rows)] for place in (0, 1))
         if any(row.score is None for row in self.rows):
             raise ValueError("the texts have no scores: sweep(..., score=...) with a function of a text")
         values = np.array([row.score for row in self.rows], float).reshape(len(layers), len(scales))
@@ -93,7 +93,8 @@ class SweepMethods(GenerateMethods):
 
         Args:
             prompt: A text or a chat.
-            direction: The vectors, which are added at their points to all tokens.
+            direction: The vectors, which are added at their points to all tokens; with `residual_norm`, to all but
+                the first.
             layers: The direction's layers to use.
             scales: The factors of the vectors; 0 is the baseline.
             unit: `residual_norm` multiplies by the norm of each changed row, so that scales suit every layer.

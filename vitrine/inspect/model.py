@@ -61,11 +61,10 @@ class VitrineAPI(OpenAICompatibleAPI):
         """
         if capture is not None and not isinstance(capture, bool | Mapping):
             raise ValueError(f"capture is {capture!r}, not true or an object such as {{'layers': [8], 'sites': [...]}}")
-        one = isinstance(readouts, str | Mapping)
         steered = {"interventions": interventions, "preset": preset}
         self._fields: dict[str, Any] = {name: value for name, value in steered.items() if value is not None}
         if readouts:
-            self._fields["readouts"] = [readouts] if one else list(readouts)
+            self._fields["readouts"] = [readouts] if isinstance(readouts, str | Mapping) else list(readouts)
         self._capture = {} if capture is True else dict(capture) if capture else None
         self._session_id = session_id
         if stream and self._has_results:
@@ -127,11 +126,11 @@ def results(answer: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         answer: The body of a chat completion.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if meta := answer.get("activations_meta"):
-        found = {"session_id": meta.get("session_id"), "status": meta.get("status"), "activations_meta": meta}
-        found["run_ids"] = [run.get("run_id") for run in meta.get("runs", ())]
+        fields = {"session_id": meta.get("session_id"), "status": meta.get("status"), "activations_meta": meta}
+        fields["run_ids"] = [run.get("run_id") for run in meta.get("runs", ())]
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if any("readouts" in choice for choice in choices):
-        found["readouts"] = [choice.get("readouts") for choice in choices]
-    return found
+        fields["readouts"] = [choice.get("readouts") for choice in choices]
+    return fields

@@ -3,14 +3,8 @@
 Lists of runs give each run's `file`, `offset` and `bytes`. The run's record batches are the bytes
 `[offset, offset + bytes)` of the file, which a server sends as byte ranges. They can only be read after the file's
 head, which has the schema and the dictionary: fetch the file's beginning (64 KiB are nearly always enough), and more
-while `head_length` gives None. `stream_of` joins head and run:
-
-    beginning = fetch(file, 0, 1 << 16)
-    head = beginning[: head_length(beginning)]
-    with pyarrow.ipc.open_stream(stream_of(head, fetch(file, offset, offset + bytes))) as stream:
-        rows = stream.read_all()
-
-The first run of a file has `offset` 0, and its bytes begin with the head.
+while `head_length` gives None. `stream_of` joins head and run. The first run of a file has `offset` 0, and its bytes
+begin with the head.
 """
 
 from __future__ import annotations
@@ -55,9 +49,9 @@ def spans(head: int, runs: Iterable[Entry]) -> list[tuple[int, int]]:
 
     Adjacent runs are in one range; the ranges ascend.
     """
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for first, end in sorted((max(head, run["offset"]), run["offset"] + run["bytes"]) for run in runs):
-        if found and found[-1][1] == first:
-            first = found.pop()[0]
-        found.append((first, end))
-    return found
+        if ranges and ranges[-1][1] == first:
+            first = ranges.pop()[0]
+        ranges.append((first, end))
+    return ranges

@@ -56,25 +56,25 @@ class LoadMethods(Transport):
         async def part(some: Sequence[Mapping[str, Any]]) -> list[Run]:
             async with room:
                 data = b"".join([piece async for piece in run_bytes(self, some)])
-            runs = of_bytes(data, {one["run_id"] for one in some})
+            runs = of_bytes(data, {entry["run_id"] for entry in some})
             return runs if points is None else [detached(run.only(points)) for run in runs]
 
-        found = {run.run_id: run for runs in await together(map(part, parts)) for run in runs}
-        if missing := [entry["run_id"] for entry in entries if entry["run_id"] not in found]:
+        by_id = {run.run_id: run for runs in await together(map(part, parts)) for run in runs}
+        if missing := [entry["run_id"] for entry in entries if entry["run_id"] not in by_id]:
             raise LookupError(f"{self.url} has no run {', '.join(missing)} any more")
-        return [found[entry["run_id"]] for entry in entries]
+        return [by_id[entry["run_id"]] for entry in entries]
 
     async def _entries(self, source: Any) -> list[dict[str, Any]]:
         """The server's entries of the source's runs."""
         names = run_ids(source)
-        found = await named(self, names)
-        if isinstance(source, str) and not found:
-            found = {run["run_id"]: run async for run in listed(self, {"session": source})}
-            names = list(found) or names
-        if missing := [name for name in names if name not in found]:
+        entries = await named(self, names)
+        if isinstance(source, str) and not entries:
+            entries = {run["run_id"]: run async for run in listed(self, {"session": source})}
+            names = list(entries) or names
+        if missing := [name for name in names if name not in entries]:
             kind = "run or session" if isinstance(source, str) else "run"
             raise LookupError(f"{self.url} has no {kind} {', '.join(missing)}")
-        return [found[name] for name in names]
+        return [entries[name] for name in names]
 
 
 def run_ids(source: Any) -> list[str]:
@@ -86,7 +86,7 @@ def run_ids(source: Any) -> list[str]:
     if isinstance(source, str):
         return [source]
     if isinstance(source, Sequence):
-        return [name for one in source for name in run_ids(one)]
+        return [name for part in source for name in run_ids(part)]
     return [run["run_id"] for run in recorded(source)]
 
 
@@ -101,7 +101,7 @@ def recorded(source: Any) -> list[Mapping[str, Any]]:
             raise ValueError(f"run {source['run_id']!r} is not stored: {source.get('reason')}")
         return [source]
     if isinstance(source, Sequence):
-        return [run for one in source for run in recorded(one)]
+        return [run for part in source for run in recorded(part)]
     meta = source.get("activations_meta") if isinstance(source, Mapping) else getattr(source, "activations_meta", None)
     if not meta or not meta.get("runs"):
         raise ValueError("the answer recorded no activations: ask with capture={'points': [...]}")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,14 @@ from vitrine.points import layer_of, listed, matching
 from vitrine.runs.files import MAGIC
 
 Rows = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
+Framework = Literal["numpy", "torch"]
 
 
 class Run(Mapping[str, Rows]):
     """One stored run: point -> float32 rows `[tokens, hidden]`, and the run's description.
 
     Heads are `[tokens, heads, head_dim]`; an attention pattern is a list with `[heads, tokens seen]` for each token.
+    With `load(..., framework="torch")`, rows are tensors of the stored data types.
 
     Attributes:
         facts: Run id, session, model, tags, sampling, text and so on: docs/format.md lists them.
@@ -47,13 +49,15 @@ class Run(Mapping[str, Rows]):
         self.dtypes: dict[str, str] = shared["dtypes"]
         self._values = _columns(table, shared)
         self._layers: int | None = shared.get("layers")  # of the model
+        self._framework: Framework = "numpy"
 
     def __getitem__(self, point: str) -> Rows:
         try:
             (name,) = self.matching(point)
         except (LookupError, ValueError) as error:
             raise KeyError(f"{point!r} is not a point of {self.run_id}, which has {listed(self)}") from error
-        return self._values[name]()
+        rows = self._values[name]()
+        return rows if self._framework == "numpy" else _tensors(rows, self.dtypes[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -75,12 +79,12 @@ class Run(Mapping[str, Rows]):
         """
         if points is None:
             return list(self)
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for pattern in [points] if isinstance(points, str) else points:
             if not (meant := matching(pattern, self._values, self._layers)):
                 raise LookupError(f"{pattern!r} is none of the recorded points {listed(self)}")
-            found |= dict.fromkeys(sorted(meant, key=lambda name: layer_of(name) or 0))
-        return list(found)
+            names |= dict.fromkeys(sorted(meant, key=lambda name: layer_of(name) or 0))
+        return list(names)
 
     def only(self, points: str | Iterable[str] | None) -> Run:
         """The same run with only the points that `matching` returns.
@@ -90,9 +94,9 @@ class Run(Mapping[str, Rows]):
             >>> list(server.load_runs(acts.run_ids)[0].only("blocks.2.hook_resid_post"))
             ['layers.2.output']
         """
-        found = copy.copy(self)
-        found._values = {name: self._values[name] for name in self.matching(points)}
-        return found
+        selection = copy.copy(self)
+        selection._values = {name: self._values[name] for name in self.matching(points)}
+        return selection
 
     def __repr__(self) -> str:
         return f"Run({self.run_id!r}, {len(self.positions)} tokens, {len(self)} points)"
@@ -100,10 +104,23 @@ class Run(Mapping[str, Rows]):
 
 def detached(run: Run) -> Run:
     """The same run with its points as arrays of their own, so that the bytes that it was read from can be freed."""
-    found = copy.copy(run)
-    found.positions, found.token_ids = run.positions.copy(), run.token_ids.copy()
-    found._values = {name: partial(_same, rows) for name, rows in run.items()}
-    return found
+    duplicate = copy.copy(run)
+    duplicate.positions, duplicate.token_ids = run.positions.copy(), run.token_ids.copy()
+    duplicate._values = {name: partial(_same, rows) for name, rows in run.items()}
+    return duplicate
+
+
+def in_framework(run: Run, framework: Framework) -> Run:
+    """The same run, with its points as arrays of numpy or tensors of torch.
+
+    Raises:
+        ValueError: It is another framework.
+    """
+    if framework not in get_args(Framework):
+        raise ValueError(f"framework: {framework!r} is neither numpy nor torch")
+    converted = copy.copy(run)
+    converted._framework = framework
+    return converted
 
 
 def of_bytes(data: bytes | bytearray, wanted: Collection[str] | None = None) -> list[Run]:
@@ -166,3 +183,11 @@ def _float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
     if dtype == "bfloat16":  # stored as its bits, which are the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)
+
+
+def _tensors(rows: Rows, dtype: str) -> Any:
+    import torch  # only here: a client needs no torch
+
+    if isinstance(rows, list):
+        return [_tensors(row, dtype) for row in rows]
+    return torch.from_numpy(rows).to(getattr(torch, dtype))

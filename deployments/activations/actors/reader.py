@@ -38,19 +38,19 @@ class ActivationReader:
         self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING, account: Account = OPERATOR
     ) -> list[dict[str, Any]]:
         """Up to `limit` sessions of the filter, as `Index.sessions`; with their owners where accounts have any."""
-        found = await self._found(None, lambda: self._index.sessions(limit, after, _own(filter, account)))
-        return [_shown(session, account) for session in found]
+        listed = await self._ask(None, lambda: self._index.sessions(limit, after, _own(filter, account)))
+        return [_shown(session, account) for session in listed]
 
     async def runs(
         self, filter: Filter = EVERYTHING, limit: int = 100, after: str | None = None, account: Account = OPERATOR
     ) -> list[dict[str, Any]]:
         """Up to `limit` runs of the filter, as `Index.runs`; RequestError if there is no run `after`."""
-        found = await self._found(None, lambda: self._index.runs(_own(filter, account), limit, after))
-        return [_shown(run, account) for run in found]
+        listed = await self._ask(None, lambda: self._index.runs(_own(filter, account), limit, after))
+        return [_shown(run, account) for run in listed]
 
     async def holding(self, session_id: str, names: Sequence[str]) -> set[str]:
         """As `Index.holding`."""
-        return await self._found(None, lambda: self._index.holding(session_id, names))
+        return await self._ask(None, lambda: self._index.holding(session_id, names))
 
     async def session(
         self,
@@ -66,7 +66,7 @@ class ActivationReader:
             session = self._index.named(session_id, account, owner)
             return session and self._index.session(session, limit, after)
 
-        session = await self._found(None, found)
+        session = await self._ask(None, found)
         if session:
             session["runs"] = [_shown(run, account) for run in session["runs"]]
         return session and _shown(session, account)
@@ -87,7 +87,7 @@ class ActivationReader:
                 uri = entry.uri if entry.archived else path.as_uri()
                 raise _gone(uri, entry.archived, "from.run_id") from error
 
-        return await self._found(self._rows_pool, found)
+        return await self._ask(self._rows_pool, found)
 
     async def file(
         self,
@@ -123,13 +123,13 @@ class ActivationReader:
             raise RequestError("too many requests wait for bytes of files; try again", None, "server_busy", 429)
         self._waiting += 1
         try:
-            return await self._found(self._bytes_pool, found)
+            return await self._ask(self._bytes_pool, found)
         finally:
             self._waiting -= 1
 
-    async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[[], _T]) -> _T:
-        """What is asked for, on a thread; errors of files are raised as answers say them."""
-        from deployments.activations.segments.batches import DamagedError
+    async def _ask(self, pool: ThreadPoolExecutor | None, ask: Callable[[], _T]) -> _T:
+        """Call a function on a thread of a pool; StoreError says what to do about an error of files."""
+        from deployments.activations.segments.segments import DamagedError
 
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, ask)
@@ -141,14 +141,14 @@ class ActivationReader:
 
 
 def _own(filter: Filter, account: Account) -> Filter:
-    """The same runs, but for those that the account may not read."""
+    """A filter, limited to the runs that the account may read."""
     return filter if account.is_admin else filter._replace(owner=account.owner)
 
 
-def _shown(one: dict[str, Any], account: Account) -> dict[str, Any]:
+def _shown(item: dict[str, Any], account: Account) -> dict[str, Any]:
     if account.owner is None:
-        del one["owner"]
-    return one
+        del item["owner"]
+    return item
 
 
 def _gone(uri: str, archived: bool, field: str | None = None) -> RequestError:

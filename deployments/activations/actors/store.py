@@ -18,8 +18,7 @@ import ray
 from deployments.accounts import OPERATOR, Account
 from deployments.activations.facts import SessionName, StoreError
 from deployments.activations.limits import Retention, read_limits, write_limits
-from deployments.activations.nodes.receiving import RunReceiver, awaited, end_process
-from deployments.activations.nodes.sharing import node_writers, placed_marker, sees
+from deployments.activations.nodes import RunReceiver, awaited, end_process, node_writers, placed_marker, sees
 from deployments.clusters import ON_HEAD, STORE, detached
 
 if TYPE_CHECKING:
@@ -58,10 +57,8 @@ class ActivationStore(RunReceiver):
             # An actor's working directory may be a copy that Ray throws away.
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
         # Serve's controller and the ingress import this module too, and need no Arrow.
-        from deployments.activations.archive.uploader import Uploader
-        from deployments.activations.files.buckets import bucket
+        from deployments.activations.archive import Uploader, bucket
         from deployments.activations.files.disk import DiskCheck
-        from deployments.activations.index.database import index_path
         from deployments.activations.index.index import Index
         from deployments.activations.writer.recovery import open_directory, recover
         from deployments.activations.writer.writer import Writer
@@ -75,7 +72,7 @@ class ActivationStore(RunReceiver):
         target = bucket(archive) if archive else None
         self._lock = open_directory(self._root)
         recover(self._root, Index.sealed_files(self._root))
-        self._index = Index.open(self._root, archive, index_path(self._root))
+        self._index = Index.open(self._root, archive)
         self._limits_of = dict[str, Retention]()  # by application
         self._writer = Writer(self._root, self._index, on_failure=end_process)
         self._writer.retain(read_limits(self._root))
@@ -131,17 +128,17 @@ class ActivationStore(RunReceiver):
 
     async def withdraw(self, session: SessionName, run_ids: Sequence[str]) -> bool:
         """As `Writer.withdraw`, on all nodes; false, too, if a node does not answer."""
-        there = await self._ask_nodes(lambda writer: writer.withdraw.remote(session, run_ids))
-        return all(said is True for said in there) and await super().withdraw(session, run_ids)
+        answers = await self._ask_nodes(lambda writer: writer.withdraw.remote(session, run_ids))
+        return all(answer is True for answer in answers) and await super().withdraw(session, run_ids)
 
     async def _ask_nodes(self, ask: Any) -> list[Any]:
         """The answers of the nodes' writers, an error for each that does not answer."""
         writers = await asyncio.to_thread(node_writers, self._asked)
         asked = [asyncio.wait_for(awaited(ask(writer)), _NODE_S) for writer in writers]
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        for writer, said in zip(writers, answers, strict=True):
-            if isinstance(said, BaseException):
-                logger.warning("%s does not answer: %s", writer, said)
+        for writer, answer in zip(writers, answers, strict=True):
+            if isinstance(answer, BaseException):
+                logger.warning("%s does not answer: %s", writer, answer)
         return answers
 
     # ---- writers of other nodes
@@ -168,9 +165,9 @@ class ActivationStore(RunReceiver):
         """
 
         def add() -> list[str]:
-            there = [update for update in updates if (self._root / update.file.path).exists()]
-            self._index.add(*there)
-            return [update.file.path for update in updates if update not in there]
+            present = [update for update in updates if (self._root / update.file.path).exists()]
+            self._index.add(*present)
+            return [update.file.path for update in updates if update not in present]
 
         return self._writer.has_quotas, await asyncio.to_thread(add)
 

@@ -140,13 +140,13 @@ def sessions(root: Path, missed: list[str] | None = None) -> Iterator[SessionNam
         if not (_is_folder(owner) and names_a_session(owner.name)):  # an owner's is such a name, too
             continue
         try:
-            found = sorted(item.name for item in os.scandir(owner.path) if _is_folder(item))
+            names = sorted(item.name for item in os.scandir(owner.path) if _is_folder(item))
         except OSError:  # an unreadable directory must not keep the others from being served
             logger.exception("%s cannot be read and is not listed", owner.path)
             if missed is not None:
                 missed.append(owner.name)
             continue
-        yield from (SessionName.of_folder(f"{owner.name}/{name}") for name in found if names_a_session(name))
+        yield from (SessionName.of_folder(f"{owner.name}/{name}") for name in names if names_a_session(name))
 
 
 def scan(
@@ -156,7 +156,7 @@ def scan(
 
     `missed` collects what cannot be read.
     """
-    for session in sessions(root, missed) if of is None else sorted(of, key=lambda one: one.folder):
+    for session in sessions(root, missed) if of is None else sorted(of, key=lambda session: session.folder):
         try:
             items = sorted(os.scandir(root / session.folder), key=lambda item: item.name)
         except FileNotFoundError:

@@ -13,9 +13,18 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from deployments.activations.facts import FileUpdate, SessionName, StoreError, explain, public_uri
-from deployments.activations.index.database import code_of, in_memory, index_path, opened, read_only, transaction
+from deployments.activations.index.database import (
+    code_of,
+    forget,
+    in_memory,
+    index_path,
+    opened,
+    put,
+    read_only,
+    refresh,
+    transaction,
+)
 from deployments.activations.index.queries import Queries
-from deployments.activations.index.rows import forget, put, refresh
 
 _T = TypeVar("_T")
 _NOTHING: Any = object()  # no answer

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from deployments.accounts import Account
 from deployments.activations.facts import PointType, RunInfo, RunName, RunRecord, SessionName
 from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.index.rows import tag_line
+from deployments.activations.index.database import tag_line
 from deployments.errors import RequestError
 
 _ENTRIES = """SELECT runs.facts, files.path, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset,
@@ -52,22 +52,22 @@ class Queries(ABC):
         None if there is none, or the account may not change the `owner`'s; RequestError if several owners have one.
         """
         owners = "SELECT owner FROM sums WHERE session = ? UNION SELECT owner FROM files WHERE session = ?"
-        found = {of or None for (of,) in self.select(owners, session_id, session_id)}
+        owners_of_id = {of or None for (of,) in self.select(owners, session_id, session_id)}
         if owner is not None:
-            found &= {owner or None}
-        found = {of for of in found if account.may_change(of)}
+            owners_of_id &= {owner or None}
+        owners_of_id = {of for of in owners_of_id if account.may_change(of)}
         for first in (account.owner, None):
-            if first in found:
+            if first in owners_of_id:
                 return SessionName(first, session_id)
-        if len(found) > 1:
-            names = ", ".join(sorted(of for of in found if of))
+        if len(owners_of_id) > 1:
+            names = ", ".join(sorted(of for of in owners_of_id if of))
             raise RequestError(f"{names} have a session {session_id!r} each: name one", "owner", "owner_missing", 409)
-        return SessionName(found.pop(), session_id) if found else None
+        return SessionName(owners_of_id.pop(), session_id) if owners_of_id else None
 
     def holds(self, name: RunName) -> bool:
         """Whether a session has a run of this id."""
-        one = "SELECT 1 FROM runs WHERE run_id = ? AND session = ? AND owner = ?"
-        return bool(self.select(one, name.run_id, name.session.id, name.session.owner or ""))
+        query = "SELECT 1 FROM runs WHERE run_id = ? AND session = ? AND owner = ?"
+        return bool(self.select(query, name.run_id, name.session.id, name.session.owner or ""))
 
     def holding(self, session_id: str, names: Sequence[str]) -> set[str]:
         """Those of `names` that, with a `-`, start the id of a run of a session without an owner."""
@@ -93,8 +93,8 @@ class Queries(ABC):
     def file(self, session: SessionName, name: str) -> IndexedFile | None:
         """A session's file by its name; None if there is none."""
         which = "SELECT path, bytes, local, archived FROM files WHERE path = ?"
-        found = self.select(which, f"{session.folder}/{name}")
-        return IndexedFile(*found[0]) if found else None
+        rows = self.select(which, f"{session.folder}/{name}")
+        return IndexedFile(*rows[0]) if rows else None
 
     def unsealed(self) -> list[str]:
         """The paths of files on the disk that hold runs and have no footer, as far as is known."""
@@ -115,14 +115,14 @@ class Queries(ABC):
             AND NOT EXISTS (SELECT 1 FROM sums WHERE session = own.session AND owner = own.owner AND last > own.last)
             ORDER BY last, session, owner LIMIT {_PAGE}"""
         last, id, owner = -math.inf, "", ""
-        while found := self.select(page, last, id, owner):
-            yield from ((SessionName(owner or None, id), last) for id, owner, last in found)
-            id, owner, last = found[-1]
+        while sessions := self.select(page, last, id, owner):
+            yield from ((SessionName(owner or None, id), last) for id, owner, last in sessions)
+            id, owner, last = sessions[-1]
 
     def find(self, run_id: str, owner: str | None = None) -> RunRecord | None:
         """A run by its id; of the sessions of one `owner` (empty: of none), where given; None if there is none."""
-        found = self._entries(Filter(runs=(run_id,), owner=owner), "LIMIT 1")
-        return found[0] if found else None
+        entries = self._entries(Filter(runs=(run_id,), owner=owner), "LIMIT 1")
+        return entries[0] if entries else None
 
     def entries(self, runs: Collection[str] | None = None) -> list[RunRecord]:
         """All runs, or those of `runs` that there are, the oldest first."""
@@ -144,20 +144,20 @@ class Queries(ABC):
         grouped = f"{of} WHERE {where} GROUP BY session, owner ORDER BY session, owner LIMIT ?"
         names = ("id", "owner", "runs", "tokens", "bytes", "models", "created", "updated")
         sums = [dict(zip(names, row, strict=True)) for row in self.select(grouped, *values, limit)]
-        for one in sums:
-            one["owner"] = one["owner"] or None
-            one["models"] = sorted(json.loads(one["models"]))
+        for summed in sums:
+            summed["owner"] = summed["owner"] or None
+            summed["models"] = sorted(json.loads(summed["models"]))
         if sums:
             between = """SELECT session, owner, sum(bytes), min(archived) FROM files
                 WHERE session BETWEEN ? AND ? AND rows IS NOT 0 GROUP BY session, owner"""
-            found = self.select(between, sums[0]["id"], sums[-1]["id"])
-            files = {(id, owner or None): rest for id, owner, *rest in found}
+            rows = self.select(between, sums[0]["id"], sums[-1]["id"])
+            files = {(id, owner or None): rest for id, owner, *rest in rows}
             pinned = self.pinned()
-            for one in sums:
-                size, archived = files.get((one["id"], one["owner"]), (one["bytes"], 0))
-                one |= {"bytes": size} if is_of_all else {}
-                one |= {"archived": bool(archived)} if self.archive else {}
-                one["pinned"] = SessionName(one["owner"], one["id"]) in pinned
+            for summed in sums:
+                size, archived = files.get((summed["id"], summed["owner"]), (summed["bytes"], 0))
+                summed |= {"bytes": size} if is_of_all else {}
+                summed |= {"archived": bool(archived)} if self.archive else {}
+                summed["pinned"] = SessionName(summed["owner"], summed["id"]) in pinned
         return sums
 
     def runs(
@@ -175,15 +175,15 @@ class Queries(ABC):
         order = "ORDER BY runs.created, runs.run_id, runs.session, runs.owner"
         which = f"SELECT runs.rowid FROM runs WHERE {where} {order} LIMIT ?"
         asked = f"{_ENTRIES} WHERE runs.rowid IN ({which}) {order}"
-        found = self._of_rows(self.select(asked, *values, -1 if limit is None else limit))
-        return [self._run(entry) for entry in found]
+        entries = self._of_rows(self.select(asked, *values, -1 if limit is None else limit))
+        return [self._run(entry) for entry in entries]
 
     def session(
         self, session: SessionName, limit: int | None = None, after: str | None = None
     ) -> dict[str, Any] | None:
         """One session, its runs as of `runs`, and the files of these runs; None if it has no run."""
         own = Filter(session.id, owner=session.owner or "")
-        if not (found := self.sessions(1, None, own)):
+        if not (summed := self.sessions(1, None, own)):
             return None
         runs = self.runs(own, limit, after)
         paths = {f"{session.folder}/{run['file']}" for run in runs}
@@ -193,26 +193,26 @@ class Queries(ABC):
             {"name": path.rpartition("/")[2], "uri": self.uri_of(path, local), "bytes": size, "sealed": bool(sealed)}
             for path, size, sealed, local in self.select(listed, _listed(paths))
         ]
-        return {**found[0], "runs": runs, "files": files}
+        return {**summed[0], "runs": runs, "files": files}
 
     def _entries(self, filter: Filter, rest: str) -> list[RunRecord]:
         where, values = _where(filter)
         return self._of_rows(self.select(f"{_ENTRIES} WHERE {where} {rest}", *values))
 
-    def _of_rows(self, found: Iterable[tuple[Any, ...]]) -> list[RunRecord]:
+    def _of_rows(self, selected: Iterable[tuple[Any, ...]]) -> list[RunRecord]:
         """Runs by what `_ENTRIES` selects; those of one file share its points."""
         points: dict[str, dict[str, PointType]] = {}
         entries = []
-        for facts, path, first_row, rows, size, said, offset, archived, local in found:
+        for facts, path, first_row, rows, size, kinds_json, offset, archived, local in selected:
             if path not in points:
-                kinds = json.loads(said).items()
+                kinds = json.loads(kinds_json).items()
                 points[path] = {name: PointType(tuple(shape), dtype) for name, (shape, dtype) in kinds}
             run, uri = RunInfo.of(json.loads(facts)), self.uri_of(path, local)
             entries.append(RunRecord(run, path, first_row, rows, size, points[path], offset, uri, bool(archived)))
         return entries
 
     def _run(self, entry: RunRecord) -> dict[str, Any]:
-        points = entry.stored().points.items()
+        points = entry.location().points.items()
         return {
             **{name: getattr(entry.facts, name) for name in _LISTED},
             "owner": entry.facts.owner,

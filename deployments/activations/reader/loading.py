@@ -14,10 +14,9 @@ from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.reader.sources import files_of, find, is_run_id, locate, segments
-from deployments.activations.segments.batches import Batch, DamagedError
 from deployments.activations.segments.columns import to_patterns, to_tensor
 from deployments.activations.segments.schema import file_info
-from deployments.activations.segments.segments import WholeRun, whole_runs
+from deployments.activations.segments.segments import Batch, DamagedError, RunBatches, whole_runs
 from deployments.points.names import COLUMNS, recorded
 from deployments.points.patterns import Patterns
 
@@ -52,7 +51,7 @@ class Run(Mapping[str, Any]):
         return f"Run({self.facts.run_id!r}, rows={len(self.positions)}, points={list(self.tensors)})"
 
 
-def load(
+def read_run(
     source: str | os.PathLike[str],
     run_id: str | None = None,
     points: Sequence[str] | None = None,
@@ -61,7 +60,7 @@ def load(
     verify: bool = False,
     root: str | os.PathLike[str] | None = None,
 ) -> Run:
-    """Load one run.
+    """Read one run, as views of its file where possible.
 
     `source` is a path or URI of one file, or of the directory of a session, an owner or a store, on this machine or in
     a bucket; or the id of a run, which is looked for in `root`: the store's directory or URI, or the `http` address of
@@ -78,32 +77,32 @@ def load(
         run_id = str(source)
         source, offset = locate(run_id, root)
     matching = _matching(source, run_id, offset)
-    found = next(matching, None)
-    if found is None or (run_id is None and not offset and next(matching, None)):
-        some = ", ".join(islice((run.facts.run_id for run in _matching(source)), 5))
+    run = next(matching, None)
+    if run is None or (run_id is None and not offset and next(matching, None)):
+        held_ids = ", ".join(islice((other.facts.run_id for other in _matching(source)), 5))
         held, wanted = os.fspath(source).partition("?")[0], "one run" if run_id is None else f"run {run_id!r}"
-        raise ValueError(f"{held} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
-    segment = file_info(found.batches[0].schema)
+        raise ValueError(f"{held} does not hold {wanted}; it holds {held_ids or 'no whole run'}: name one as run_id")
+    segment = file_info(run.batches[0].schema)
     try:
-        names = list(found.types) if points is None else recorded(points, found.types, segment.layers)
+        names = list(run.types) if points is None else recorded(points, run.types, segment.layers)
     except ValueError as error:
-        raise ValueError(f"Run {found.facts.run_id!r}: {error}") from error
-    if verify and (bad := found.damage()):
-        raise DamagedError(f"run {found.facts.run_id}: {', '.join(bad)} is not as it was written")
-    batches = _filled(found, COLUMNS)
+        raise ValueError(f"Run {run.facts.run_id!r}: {error}") from error
+    if verify and (bad := run.damage()):
+        raise DamagedError(f"run {run.facts.run_id}: {', '.join(bad)} is not as it was written")
+    batches = _filled(run, COLUMNS)
     has_offsets = not any(batch["text_offset"].null_count for batch in batches)
     return Run(
-        facts=found.facts,
+        facts=run.facts,
         segment=segment,
         positions=column_of(batches, "position"),
         token_ids=column_of(batches, "token_id"),
         text_offsets=column_of(batches, "text_offset") if has_offsets else None,
         phases=[phase for batch in batches for phase in batch["phase"].to_pylist()],
-        tensors={name: values_of(found, name) for name in names},
+        tensors={name: values_of(run, name) for name in names},
     )
 
 
-def values_of(run: WholeRun, point: str) -> torch.Tensor | Patterns:
+def values_of(run: RunBatches, point: str) -> torch.Tensor | Patterns:
     """A run's values at a point, `[rows, ...features]`; DamagedError if they are not all there."""
     kind, batches = run.types[point], _filled(run, ["position", point])
     if None not in kind.shape:
@@ -117,12 +116,12 @@ def column_of(batches: Iterable[pa.RecordBatch | Batch], name: str) -> torch.Ten
 
 
 def runs(source: str | os.PathLike[str]) -> list[RunInfo]:
-    """The whole runs of a file or directory (as for `load`), in the order of their requests and of their choices."""
-    found = (run.facts for path in segments(source) for run in whole_runs(path))
-    return sorted(found, key=lambda facts: facts.created)
+    """The whole runs of a file or directory, as for `read_run`, in the order of their requests and their choices."""
+    every = (run.facts for path in segments(source) for run in whole_runs(path))
+    return sorted(every, key=lambda facts: facts.created)
 
 
-def _matching(source: str | os.PathLike[str], run_id: str | None = None, offset: int = 0) -> Iterator[WholeRun]:
+def _matching(source: str | os.PathLike[str], run_id: str | None = None, offset: int = 0) -> Iterator[RunBatches]:
     """The whole runs of a source, or those of this id; `offset` is where in a file to start."""
     if run_id is not None and not offset:
         return find(source, run_id)
@@ -130,7 +129,7 @@ def _matching(source: str | os.PathLike[str], run_id: str | None = None, offset:
     return (run for run in runs if run_id in (None, run.facts.run_id))
 
 
-def _filled(run: WholeRun, columns: Sequence[str]) -> list[pa.RecordBatch]:
+def _filled(run: RunBatches, columns: Sequence[str]) -> list[pa.RecordBatch]:
     """These columns of the batches of a run that have rows."""
     return [batch.select(columns) for batch in run.batches if batch.num_rows]
 

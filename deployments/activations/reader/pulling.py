@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
-from deployments.activations.segments.batches import DamagedError
+from deployments.activations.segments.segments import DamagedError
 from deployments.activations.segments.verify import seal
 from vitrine.connection.blocking import wait
 from vitrine.connection.transport import MAX_OUTAGE_S, Transport, api_root
@@ -110,14 +110,14 @@ async def chosen(
     query = {"session": session} if session else {}
     wanted = list(dict.fromkeys(runs))
     every = (await named(server, wanted, **query)).values() if wanted else [r async for r in listed(server, query)]
-    found: list[Entry] = [run for run in every if owner is None or (run.get("owner") or "") == owner]
-    missing = set(wanted) - {run["run_id"] for run in found}
-    if missing or not found:
-        what = f"session {session!r}" if session and not found else f"run {min(missing)!r}"
+    entries: list[Entry] = [run for run in every if owner is None or (run.get("owner") or "") == owner]
+    missing = set(wanted) - {run["run_id"] for run in entries}
+    if missing or not entries:
+        what = f"session {session!r}" if session and not entries else f"run {min(missing)!r}"
         raise PullError(f"there is no {what} at {server.url}")
-    if len({run.get("owner") for run in found}) > 1:
+    if len({run.get("owner") for run in entries}) > 1:
         raise PullError(f"several owners have a session {session!r}: name one")
-    return found
+    return entries
 
 
 async def write(server: Transport, runs: Sequence[Entry], folder: Path, progress: bool | None = None) -> None:

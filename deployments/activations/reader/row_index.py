@@ -14,13 +14,11 @@ import numpy as np
 import torch
 
 from deployments.activations.facts import RunInfo
-from deployments.activations.reader.selection import Wanted, select
-from deployments.activations.reader.sources import chosen
+from deployments.activations.reader.sources import Wanted, chosen, select
 from deployments.activations.reader.stored_rows import positions_of
-from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.columns import DTYPES
 from deployments.activations.segments.schema import PHASES
-from deployments.activations.segments.segments import WholeRun
+from deployments.activations.segments.segments import Batch, RunBatches
 from deployments.points.names import nearest
 from deployments.points.token_choices import TokenChoice, check
 
@@ -90,37 +88,37 @@ def index_rows(
     choice = check(tokens)
     files, wanted = chosen(source, session, runs)
     names, recorded, columns = list(dict.fromkeys(points)), set[str](), dict[str, Column]()
-    paths, found, blocks = list[Path](), list[RunInfo](), list[_Block]()
+    paths, runs_of_rows, blocks = list[Path](), list[RunInfo](), list[_Block]()
     for path, of_file in groupby(select(files, wanted), key=lambda run: run.path):
         first = next(of_file)  # all runs of a file have the same points
         recorded |= set(first.types)
         meant = {name: list(Wanted(points=[name]).of(first.batches[0].schema)) for name in names}
         if lacking := [name for name in names if not meant[name]]:
             if wanted.runs is not None:
-                there = nearest(lacking[0], list(first.types))
-                raise ValueError(f"runs: {first.facts.run_id!r} did not record {', '.join(lacking)}; there is {there}")
+                near = nearest(lacking[0], list(first.types))
+                raise ValueError(f"runs: {first.facts.run_id!r} did not record {', '.join(lacking)}; there is {near}")
             continue
         names = list(dict.fromkeys(name for each in meant.values() for name in each))
         columns = _columns(first, names, columns)
         paths.append(path)
         for run in chain([first], of_file):
-            found.append(replace(run.facts, interventions=[], text=None))
+            runs_of_rows.append(replace(run.facts, interventions=[], text=None))
             positions = positions_of(run, choice, "tokens")
             for batch in run.batches:
                 if batch.num_rows:
-                    blocks += _blocks(batch, positions, columns, len(paths) - 1, len(found) - 1)
+                    blocks += _blocks(batch, positions, columns, len(paths) - 1, len(runs_of_rows) - 1)
     Wanted(points=names).check((), recorded)
     if not blocks:
         raise ValueError(f"points, tokens: no run has rows of {', '.join(names)} for such tokens")
     file, run_of, generated, rows, offsets = (np.array(each) for each in zip(*blocks, strict=True))
     starts = np.concatenate([[0], np.cumsum(rows)])
-    return RowIndex(paths, found, columns, file, run_of, generated, starts, offsets.T.copy())
+    return RowIndex(paths, runs_of_rows, columns, file, run_of, generated, starts, offsets.T.copy())
 
 
 _Block = tuple[int, int, bool, int, list[int]]  # as in `RowIndex`: file, run, generated, rows and offsets
 
 
-def _columns(run: WholeRun, points: Sequence[str], before: Mapping[str, Column]) -> dict[str, Column]:
+def _columns(run: RunBatches, points: Sequence[str], before: Mapping[str, Column]) -> dict[str, Column]:
     """The columns of the rows of a run; ValueError if they are others than those of the runs before."""
     columns = dict.fromkeys(IDS, Column((), torch.int32))
     for name in points:

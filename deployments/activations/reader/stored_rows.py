@@ -11,10 +11,9 @@ from safetensors.torch import save
 
 from deployments.activations.facts import RunRecord
 from deployments.activations.reader.loading import column_of
-from deployments.activations.segments.batches import DamagedError
 from deployments.activations.segments.columns import DTYPES, to_tensor
 from deployments.activations.segments.schema import file_info
-from deployments.activations.segments.segments import WholeRun, whole_runs
+from deployments.activations.segments.segments import DamagedError, RunBatches, whole_runs
 from deployments.errors import RequestError
 from deployments.points.names import some
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
@@ -55,7 +54,7 @@ def _recorded(names: Sequence[str], recorded: Sequence[str], modules: Mapping[st
     )
 
 
-def _index(run: WholeRun, tokens: TokenChoice) -> torch.Tensor:
+def _index(run: RunBatches, tokens: TokenChoice) -> torch.Tensor:
     """Which rows of the run, [tokens], are those of the tokens that are asked for."""
     positions = column_of(run.batches, "position")  # ascending
     if tokens == "all":
@@ -69,7 +68,7 @@ def _index(run: WholeRun, tokens: TokenChoice) -> torch.Tensor:
     return index
 
 
-def _named(run: WholeRun, tokens: TokenChoice) -> Sequence[int]:
+def _named(run: RunBatches, tokens: TokenChoice) -> Sequence[int]:
     """Tokens of a run by their positions, in the order in which an intervention names them."""
     if isinstance(tokens, Positions):
         return tokens.positions
@@ -80,13 +79,13 @@ def _named(run: WholeRun, tokens: TokenChoice) -> Sequence[int]:
     return positions_of(run, tokens, "from.tokens")
 
 
-def positions_of(run: WholeRun, tokens: TokenChoice, field: str) -> Sequence[int]:
+def positions_of(run: RunBatches, tokens: TokenChoice, field: str) -> Sequence[int]:
     """Tokens of a stored run by their positions, ascending; RequestError names `field` if it has none such."""
     choice = placed(tokens, lambda: _text(run, field), field)
     return resolve(choice, run.facts.prompt_tokens, field).of(run.facts.tokens)
 
 
-def _text(run: WholeRun, field: str) -> tuple[str, Sequence[int]]:
+def _text(run: RunBatches, field: str) -> tuple[str, Sequence[int]]:
     """The text of a run's prompt, and the characters before each of its tokens and after the last."""
     prompt, text = run.facts.prompt_tokens, run.facts.text
     ends: dict[int, int] = {}
@@ -101,7 +100,7 @@ def _text(run: WholeRun, field: str) -> tuple[str, Sequence[int]]:
     return text[: ends[prompt]], [ends[position] for position in range(prompt + 1)]
 
 
-def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
+def _rows(run: RunBatches, name: str, index: torch.Tensor) -> torch.Tensor:
     """[tokens, ...] of a point; of large batches, no other rows are read."""
     shape, dtype = run.types[name]
     rows, start = torch.empty((len(index), *(size or 0 for size in shape)), dtype=DTYPES[dtype]), 0

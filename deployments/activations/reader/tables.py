@@ -13,10 +13,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType
-from deployments.activations.reader.selection import Wanted, select
-from deployments.activations.reader.sources import chosen
+from deployments.activations.reader.sources import Wanted, chosen, select
 from deployments.activations.segments.columns import DTYPES
-from deployments.activations.segments.segments import WholeRun
+from deployments.activations.segments.segments import RunBatches
 from deployments.points.names import COLUMNS
 
 _RUNS = pa.schema(
@@ -68,21 +67,21 @@ def table(
     for run in select(files, wanted):
         if (names := _columns(run, columns)) is None:
             continue
-        found = list(record_batches(run, names, layout))
+        of_run = list(record_batches(run, names, layout))
         if schema is None:
-            schema, of = found[0].schema, run.facts.run_id
-        elif not schema.equals(found[0].schema, check_metadata=True):
+            schema, of = of_run[0].schema, run.facts.run_id
+        elif not schema.equals(of_run[0].schema, check_metadata=True):
             raise ValueError(
                 f"columns: the runs {of!r} and {run.facts.run_id!r} differ in points, shapes or dtypes: name the "
                 "columns that they share, or choose runs by session or runs"
             )
-        batches += found
+        batches += of_run
     if schema is None:
         raise ValueError("columns: no whole run has all of them")
     return pa.Table.from_batches(batches, schema)
 
 
-def _columns(run: WholeRun, columns: Sequence[str] | None) -> list[str] | None:
+def _columns(run: RunBatches, columns: Sequence[str] | None) -> list[str] | None:
     """The columns of a run's file that are meant; None where it lacks one."""
     schema = run.batches[0].schema
     if columns is None:
@@ -109,7 +108,7 @@ class Layout(NamedTuple):
     nested: bool = False  # lists are nested as the points are shaped, and the phase is a string
 
 
-def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Iterator[pa.RecordBatch]:
+def record_batches(run: RunBatches, names: Sequence[str], layout: Layout) -> Iterator[pa.RecordBatch]:
     """A run's rows with these columns; a point's field says its `dtype` and `shape` in its metadata."""
     for batch in run.batches:
         if batch.num_rows:
@@ -117,8 +116,8 @@ def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Itera
             arrays = [_array(rows[name], run.types.get(name), layout) for name in names]
             for name, array in zip(names, arrays, strict=True):
                 kind = run.types.get(name)
-                said = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)} if kind else None
-                fields.append(pa.field(name, array.type, metadata=said))
+                description = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)} if kind else None
+                fields.append(pa.field(name, array.type, metadata=description))
             yield pa.record_batch(arrays, schema=pa.schema(fields))
 
 
@@ -138,7 +137,7 @@ def _array(column: Any, kind: PointType | None, layout: Layout) -> pa.Array:
     return flat
 
 
-def _run(run: WholeRun) -> Mapping[str, Any]:
+def _run(run: RunBatches) -> Mapping[str, Any]:
     facts = run.facts
     given = {name: getattr(facts, name, None) for name in _RUNS.names}
     return given | {

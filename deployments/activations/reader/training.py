@@ -54,8 +54,8 @@ class ActivationRows(IterableDataset[RowBatch]):
             if value < least:
                 raise ValueError(f"{name}: {value} is less than {least}")
         if rank is None or world_size is None:
-            there = distributed.is_available() and distributed.is_initialized()
-            rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if there else (0, 1)
+            is_distributed = distributed.is_available() and distributed.is_initialized()
+            rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if is_distributed else (0, 1)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank: {rank} is not one of {world_size}")
         self._rank, self._world_size = rank, world_size

@@ -12,10 +12,16 @@ import pyarrow as pa
 
 from deployments.activations.facts import RunInfo, RunRecord, SessionName, StoredFile
 from deployments.activations.files.disk import NEW, create, directory
-from deployments.activations.segments.batches import Batch, DamagedError
-from deployments.activations.segments.checksums import KEY, checksum, of_content
-from deployments.activations.segments.schema import batch_metadata, empty_batch, free_batch, point_types
-from deployments.activations.segments.segments import whole_runs
+from deployments.activations.segments.schema import (
+    CHECKSUM,
+    batch_metadata,
+    checksum,
+    empty_batch,
+    free_batch,
+    of_content,
+    point_types,
+)
+from deployments.activations.segments.segments import Batch, DamagedError, whole_runs
 
 _GATHERED = 16 << 10  # bytes of small writes that become one: a batch has several a column
 
@@ -103,7 +109,7 @@ class Segment:
         self._modified_ns = os.fstat(self._descriptor).st_mtime_ns
 
     def end_sync(self) -> None:
-        """It is durable."""
+        """What `begin_sync` marked is durable."""
         self._synced = self._syncing
         self.is_named = True
 
@@ -128,11 +134,8 @@ class Segment:
                 self.length = self.size = state.st_size
                 self.sealed, self._modified_ns = True, state.st_mtime_ns
                 self._synced = (self.length, self.rows)
-        except (
-            OSError,
-            pa.ArrowException,
-            DamagedError,
-        ):  # its runs are durable all the same; only the footer is missing
+        except (OSError, pa.ArrowException, DamagedError):
+            # Its runs are durable all the same; only the footer is missing.
             self._discard_partial_write()
         with contextlib.suppress(OSError, pa.ArrowException):  # what counts was fsynced before
             try:
@@ -144,10 +147,10 @@ class Segment:
 
     def _write(self, batches: Batches, metadata: Sequence[dict[str, str]], sums: Sequence[str]) -> None:
         try:
-            for number, (batch, said) in enumerate(zip(batches, metadata, strict=True)):
+            for number, (batch, words) in enumerate(zip(batches, metadata, strict=True)):
                 content = sums[number] if sums else of_content(batch)
                 rows = batch if self.size or number else free_batch(batch)
-                self._writer.write_batch(rows, custom_metadata=said | {KEY: checksum(content, said)})
+                self._writer.write_batch(rows, custom_metadata=words | {CHECKSUM: checksum(content, words)})
             self._sink.flush()
             self.size = os.fstat(self._descriptor).st_size
         except (OSError, pa.ArrowException):

@@ -1,22 +1,139 @@
-"""The complete runs of one file, and whether it is sealed."""
+"""Reads one local file, sealed, still written to, or cut short: its record batches, and its complete runs.
+
+A file is an Arrow stream of messages after its first 8 bytes, and a footer once it is sealed. Metadata is read at once.
+Values are read when they are asked for; large ones are views of a private map of the file.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from deployments.activations.facts import PointType, RunInfo, RunRecord
-from deployments.activations.segments.batches import Batch, DamagedError, batches_of
-from deployments.activations.segments.checksums import is_intact
-from deployments.activations.segments.schema import batch_info, point_types
+from deployments.activations.segments.schema import batch_info, is_intact, point_types
+from vitrine.runs.files import MAGIC
+
+_CONTINUES = b"\xff\xff\xff\xff"  # starts each message
+_COPIED = 1 << 16  # values below this many bytes of a batch are copied, and need no map
+_MOST_HEAD = 128 << 20  # bytes of a batch's metadata
 
 
-class WholeRun(NamedTuple):
-    """A run all of whose batches are in a file."""
+class DamagedError(ValueError):
+    """Stored values differ from what was written; the message names them."""
+
+
+class Batch:
+    """A record batch of a file, at its bytes `begin` to `end`; values are read when they are asked for."""
+
+    def __init__(
+        self, path: Path, view: pa.RecordBatch, metadata: Mapping[bytes, bytes], span: tuple[int, int], shift: int
+    ) -> None:
+        self.schema, self.num_rows, self.metadata = view.schema, view.num_rows, metadata
+        self.begin, self.end = span
+        self._path, self._view, self._shift = path, view, shift
+
+    def __getitem__(self, name: str) -> Any:
+        return self.select([name])[name]
+
+    def select(self, names: Sequence[str] | None = None) -> pa.RecordBatch:
+        """These columns, by default all; DamagedError if their values are outside of the batch, or cut off."""
+        # To touch a page of the map that the file no longer has would end the process.
+        if (size := self._path.stat().st_size) < self.end:
+            raise DamagedError(f"{self._path}: it is cut short: it has {size} bytes, and this batch ends at {self.end}")
+        try:
+            rows = self._view if names is None else self._view.select(list(names))
+            rows.validate(full=True)  # Arrow trusts a file's metadata, and would crash the process
+        except (pa.ArrowException, ValueError, KeyError) as error:
+            raise DamagedError(f"{self._path}: {error}") from error
+        return rows
+
+    def offset_of(self, column: pa.Array, width: int) -> int:
+        """The byte of the file where the values of a column begin that `select` gave.
+
+        DamagedError unless there are `width` bytes for each row, without nulls.
+        """
+        values = column.buffers()[-1]
+        if column.null_count or values is None or values.size < width * len(column):
+            raise DamagedError(f"{self._path}: a batch has not all values of a column")
+        return int(values.address + self._shift)
+
+
+def batches_of(path: str | os.PathLike[str], offset: int = 0) -> Iterator[Batch]:
+    """The record batches of a file from a byte offset up to where it ends or is cut off.
+
+    OSError if the file cannot be read.
+    """
+    path = Path(path)
+    with path.open("rb", buffering=0) as file:
+        stream = _Stream(file)
+        if os.pread(file.fileno(), len(MAGIC), 0) != MAGIC:
+            return
+        try:
+            reader = pa.ipc.open_stream(stream)
+            if offset:
+                reader.read_next_batch()  # dictionaries come with the first batch
+                stream.position = offset
+            while True:
+                begin = stream.position
+                view, metadata = reader.read_next_batch_with_custom_metadata()
+                yield Batch(path, view, metadata or {}, (begin, stream.position), stream.shift)
+        except StopIteration:
+            return
+        except (pa.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the disk's, not Arrow's
+                raise
+            return  # a message that the end of the file cuts off: nothing after it counts
+
+
+class _Stream:
+    """A file object from which Arrow reads a file's stream.
+
+    `shift` is what leads from an address in the values that were read last to their byte of the file.
+    """
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.position, self.shift = len(MAGIC), 0
+        self._file = file
+        self._map: memoryview | None = None
+        self._is_head = False  # whether a batch's metadata comes next
+
+    def read(self, size: int) -> bytearray | memoryview:
+        """The next bytes: two words, a batch's metadata, and its values."""
+        if self._is_head and size > _MOST_HEAD:
+            size = 0  # the length is damaged
+        is_word = size == len(_CONTINUES)
+        is_copied = self._is_head or size < _COPIED
+        data = bytearray(os.pread(self._file.fileno(), size, self.position)) if is_copied else self._mapped(size)
+        if not (is_word or self._is_head):
+            self.shift = self.position - int(np.frombuffer(data, np.uint8).ctypes.data)
+        self._is_head = is_word and bytes(data) != _CONTINUES
+        self.position += len(data)
+        return data
+
+    def _mapped(self, size: int) -> memoryview:
+        if self._map is None:
+            # Tensors over a private map may be written to, which does not reach the file.
+            self._map = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY))
+        return self._map[self.position : self.position + size]
+
+    def readable(self) -> bool:
+        """Whether Arrow may read it: always."""
+        return True
+
+    def close(self) -> None:
+        """The file is closed by its opener."""
+
+
+class RunBatches(NamedTuple):
+    """A complete run as its record batches in a file; `entry` makes the index's `RunRecord` of it."""
 
     facts: RunInfo
     first_row: int  # the number of its first row in the file
@@ -32,7 +149,7 @@ class WholeRun(NamedTuple):
         return sum(batch.num_rows for batch in self.batches)
 
     def entry(self, path: str, uri: str = "") -> RunRecord:
-        """The same as an index lists it, with the path of its file below the store's directory, and its URI."""
+        """The run as an index lists it; `path` is its file's below the store's directory, `uri` the file's URI."""
         return RunRecord(self.facts, path, self.first_row, self.rows, self.bytes, self.types, self.offset, uri)
 
     def damage(self) -> list[str]:
@@ -45,7 +162,7 @@ class WholeRun(NamedTuple):
         ]
 
 
-def whole_runs(path: str | os.PathLike[str], offset: int = 0) -> Iterator[WholeRun]:
+def whole_runs(path: str | os.PathLike[str], offset: int = 0) -> Iterator[RunBatches]:
     """The whole runs of a file from byte `offset` on; rows count from there. DamagedError if another program wrote it.
 
     OSError if it cannot be read.
@@ -67,7 +184,7 @@ def whole_runs(path: str | os.PathLike[str], offset: int = 0) -> Iterator[WholeR
                 types = types or point_types(batch.schema)
             except ValueError as error:
                 raise DamagedError(f"{path}: {error}") from error
-            yield WholeRun(facts.run, first_row, batch.end - start, batches, types, path, start)
+            yield RunBatches(facts.run, first_row, batch.end - start, batches, types, path, start)
             start, batches = batch.end, []
 
 

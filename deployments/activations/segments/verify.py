@@ -11,11 +11,9 @@ from typing import Literal
 
 import pyarrow as pa
 
-from deployments.activations.segments.batches import DamagedError, batches_of
-from deployments.activations.segments.checksums import is_intact
-from deployments.activations.segments.schema import batch_info
+from deployments.activations.segments.schema import batch_info, is_intact
 from deployments.activations.segments.segment_writer import rewrite
-from deployments.activations.segments.segments import listed_batches, whole_runs
+from deployments.activations.segments.segments import DamagedError, batches_of, listed_batches, whole_runs
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
 _CHUNK = 1 << 20
@@ -23,7 +21,7 @@ _CHUNK = 1 << 20
 
 @dataclass
 class Verified:
-    """What a look at every byte of a file found."""
+    """The state of a file after reading every byte of it."""
 
     # `whole` with its footer; `open` without it, every run whole; `cut short` within a run; `damaged` where a checksum
     # differs, batches that the footer lists do not read, or nothing is ours; `unreadable` where the disk refuses.
@@ -44,13 +42,13 @@ def verify(path: str | os.PathLike[str]) -> Verified:
 
     A checksum covers a batch's values and all that it says, not the padding between, nor the footer's details.
     """
-    found, path = Verified(), Path(path)
+    result, path = Verified(), Path(path)
     try:
         read_all(path)  # first, since a page that the disk cannot give would end a process that maps the file
-        _look_through(found, path)
+        _look_through(result, path)
     except OSError as error:
-        found.state, found.reason = "unreadable", error.strerror or str(error)
-    return found
+        result.state, result.reason = "unreadable", error.strerror or str(error)
+    return result
 
 
 def seal(path: Path, runs: Set[str]) -> bool:
@@ -58,13 +56,13 @@ def seal(path: Path, runs: Set[str]) -> bool:
 
     DamagedError names what is not as it was written, OSError if the disk refuses.
     """
-    found = list(whole_runs(path))
-    if not found or runs - {run.facts.run_id for run in found}:
+    found_runs = list(whole_runs(path))
+    if not found_runs or runs - {run.facts.run_id for run in found_runs}:
         return False
-    for run in found:
+    for run in found_runs:
         if bad := run.damage():
             raise DamagedError(f"{', '.join(bad)} of run {run.facts.run_id} is not what was written")
-    rewrite(path, found[0].batches[0].schema, [batch for run in found for batch in run.batches], path.parent)
+    rewrite(path, found_runs[0].batches[0].schema, [batch for run in found_runs for batch in run.batches], path.parent)
     return True
 
 
@@ -75,9 +73,9 @@ def read_all(path: Path) -> None:
             pass
 
 
-def _look_through(found: Verified, path: Path) -> None:
+def _look_through(result: Verified, path: Path) -> None:
     batches, end, changed = 0, 0, dict[str, list[str]]()  # by run, batches whose checksum differs
-    rows = found.unfinished  # of every run at first
+    rows = result.unfinished  # of every run at first
     try:
         for batch in batches_of(path):
             end, facts, count = batch.end, batch_info(batch.metadata), batch.num_rows
@@ -91,8 +89,8 @@ def _look_through(found: Verified, path: Path) -> None:
     with contextlib.suppress(DamagedError):  # found before
         for whole in whole_runs(path):
             if (count := rows.pop(whole.facts.run_id, 0)) and whole.facts.run_id not in changed:
-                found.runs += 1
-                found.rows += count
+                result.runs += 1
+                result.rows += count
     listed, size = listed_batches(path), path.stat().st_size
     if changed:
         which = (f"of {run} batch {', '.join(numbers)}" for run, numbers in changed.items())
@@ -102,10 +100,10 @@ def _look_through(found: Verified, path: Path) -> None:
     elif listed not in (None, batches):
         problem = problem or f"batch {batches} of {listed} and all after it cannot be read"
     if problem:
-        found.state, found.reason = "damaged", problem
+        result.state, result.reason = "damaged", problem
     elif listed is None and end != size:
-        found.state, found.reason = "cut short", f"the last {size - end} bytes are not a complete batch"
+        result.state, result.reason = "cut short", f"the last {size - end} bytes are not a complete batch"
     elif rows:
-        found.state, found.reason = "cut short", "a run has no end"
+        result.state, result.reason = "cut short", "a run has no end"
     else:
-        found.state = "open" if listed is None else "whole"
+        result.state = "open" if listed is None else "whole"

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from deployments.activations.facts import FileUpdate, RunName, RunRecord, StoredRun, explain
+from deployments.activations.facts import FileUpdate, RunLocation, RunName, RunRecord, explain
 from deployments.activations.files.disk import directory
 from deployments.activations.segments.segment_writer import Segment
 
 _SYNCS = 8  # files that are synced at a time: disks merge requests, and network file systems have latency
 
 Report = Callable[[Sequence[FileUpdate]], Collection[str]]  # gives the paths of files that are gone
-_Group = dict[Segment, list[tuple[Future[StoredRun], RunRecord]]]
+_Group = dict[Segment, list[tuple[Future[RunLocation], RunRecord]]]
 
 
 class Commits:
@@ -50,9 +50,9 @@ class Commits:
         """The files that must stay open."""
         return {*self._written, *self._group}
 
-    def add(self, segment: Segment, entry: RunRecord | None = None) -> Future[StoredRun]:
+    def add(self, segment: Segment, entry: RunRecord | None = None) -> Future[RunLocation]:
         """A run, or more of one, is written: the next group syncs the file, and answers for a whole run."""
-        answer, waiting = Future[StoredRun](), self._written.setdefault(segment, [])
+        answer, waiting = Future[RunLocation](), self._written.setdefault(segment, [])
         if entry:
             waiting.append((answer, entry))
             self.runs.add(RunName(entry.facts.session, entry.facts.run_id))
@@ -86,7 +86,7 @@ class Commits:
                 if segment in failed:
                     future.set_exception(explain(self._root, failed[segment].with_traceback(None)))
                 else:
-                    future.set_result(entry.stored())
+                    future.set_result(entry.location())
         return failed
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Commits:
         roots = [self._root] if owners - self._owners else []
         above = [self._threads.submit(_sync_folder, path) for path in (*roots, *owners)]
         syncs = {segment: self._threads.submit(segment.sync) for segment in group}
-        lost = next((error for one in above if (error := one.exception())), None)
+        lost = next((error for sync_above in above if (error := sync_above.exception())), None)
         self._owners |= set() if lost else owners
         failed = dict[Segment, OSError]()
         for segment, sync in syncs.items():

@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from deployments.activations.facts import (
     RunInfo,
+    RunLocation,
     RunName,
     SessionName,
-    StoredRun,
     StoreError,
     check_session_id,
     explain,
@@ -87,7 +87,7 @@ class OpenRuns:
         """The sessions of which a run is open, or anything is not durable yet."""
         return {segment.session for segment in self._commits.segments} | {name.session for name in self._open}
 
-    def write(self, chunk: Chunk) -> Future[StoredRun] | None:
+    def write(self, chunk: Chunk) -> Future[RunLocation] | None:
         """Write one chunk; the last one's future says that the run is durable. StoreError ends the run."""
         self._check(chunk)
         name, answer = chunk.name, None

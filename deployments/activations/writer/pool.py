@@ -83,7 +83,7 @@ class Pool:
 
     def settle(self, unsynced: Collection[Segment]) -> None:
         """Close in the background what is full, broken, idle for too long or too many, but not `unsynced` ones."""
-        self._tell()
+        self._report_closed()
         now = time.monotonic()
         for segment, since in [item for item in self._idle.items() if item[0] not in unsynced]:
             many = len(self._idle) + len(self._taken) > self._open_segments
@@ -95,7 +95,7 @@ class Pool:
         for segment in list(self._idle):
             if session in (None, segment.session):
                 self._close(segment)
-        self._tell(wait_for=[segment for segment in self._closing if session in (None, segment.session)])
+        self._report_closed(wait_for=[segment for segment in self._closing if session in (None, segment.session)])
 
     def end(self) -> None:
         """Close all segments for good."""
@@ -118,12 +118,12 @@ class Pool:
         self._closing[segment] = self._seals.submit(segment.close)
         self._closing[segment].add_done_callback(lambda _: self._wake())
         if len(self._closing) > _MOST_SEALS:
-            self._tell(wait_for=[next(iter(self._closing))])
+            self._report_closed(wait_for=[next(iter(self._closing))])
 
-    def _tell(self, wait_for: Collection[Segment] = ()) -> None:
+    def _report_closed(self, wait_for: Collection[Segment] = ()) -> None:
         """Report closed segments."""
-        told = [segment for segment, done in self._closing.items() if done.done() or segment in wait_for]
-        for segment in told:
+        ended = [segment for segment, done in self._closing.items() if done.done() or segment in wait_for]
+        for segment in ended:
             self._closing.pop(segment).result()
-        if closed := [FileUpdate(segment.session, (), segment.facts()) for segment in told if segment.rows]:
+        if closed := [FileUpdate(segment.session, (), segment.facts()) for segment in ended if segment.rows]:
             self._report(closed)

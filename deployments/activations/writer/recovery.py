@@ -17,9 +17,8 @@ from types import MappingProxyType
 
 from deployments.activations.facts import SessionName, StoreError, explain
 from deployments.activations.files.disk import DELETED, NEW, directory, locked, remove_unfinished, scan, take
-from deployments.activations.segments.batches import DamagedError
 from deployments.activations.segments.segment_writer import rewrite
-from deployments.activations.segments.segments import WholeRun, is_sealed, whole_runs
+from deployments.activations.segments.segments import DamagedError, RunBatches, is_sealed, whole_runs
 from deployments.activations.segments.verify import read_all
 from deployments.activations.writer.pool import FILE_NAME
 from deployments.activations.writer.retention import remove_folder
@@ -68,9 +67,11 @@ def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType
     for item in items:
         if item.name.startswith(NEW):
             remove_unfinished(item)
-    trash = [Path(one.path) for one in items if one.name.startswith(DELETED) and one.is_dir(follow_symlinks=False)]
+    deleted = [item for item in items if item.name.startswith(DELETED) and item.is_dir(follow_symlinks=False)]
     seal_left(root, sealed)
-    removal = threading.Thread(target=_remove_all, args=(trash,), name="activation-removal", daemon=True)
+    removal = threading.Thread(
+        target=_remove_all, args=([Path(item.path) for item in deleted],), name="activation-removal", daemon=True
+    )
     removal.start()
     return removal
 
@@ -106,11 +107,11 @@ def _recover_file(path: Path) -> None:
             if not take(file) or is_sealed(path):
                 return  # it is being written, or its writer came between
             read_all(path)  # a page that the disk cannot give must not pass for the end of the runs
-            found = list(whole_runs(path))
-            runs = [run for run in found if _is_intact(run)]
-            size, end = os.fstat(file).st_size, found[-1].offset + found[-1].bytes if found else 0
+            whole = list(whole_runs(path))
+            runs = [run for run in whole if _is_intact(run)]
+            size, end = os.fstat(file).st_size, whole[-1].offset + whole[-1].bytes if whole else 0
             # Without power, disks lose what was not synced, and in any order.
-            if len(runs) < len(found) or _has_run(file, end, size):
+            if len(runs) < len(whole) or _has_run(file, end, size):
                 kept = path.with_name(f"{path.name}{DAMAGED}")
                 with contextlib.suppress(FileExistsError):  # a start that was cut off made it
                     os.link(path, kept)
@@ -127,7 +128,7 @@ def _recover_file(path: Path) -> None:
             os.close(file)
 
 
-def _is_intact(run: WholeRun) -> bool:
+def _is_intact(run: RunBatches) -> bool:
     with contextlib.suppress(DamagedError):
         return not run.damage()
     return False

@@ -66,7 +66,7 @@ class Retainer:
         raise StoreError(_full("store's quota", total, limit, size, what))
 
     def make_room(self, session: SessionName, size: int, most: int = 0) -> None:
-        """The same, and delete what has to be deleted; OSError if the disk refuses that."""
+        """Delete the sessions that `check` names; OSError if the disk refuses that."""
         for old in self.check(session, size, most):
             if not self._is_as_known(old):
                 continue  # another node has just written to it
@@ -128,13 +128,13 @@ class Retainer:
 
         None unless those that may go take `most` bytes.
         """
-        sizes, found, size = self._sizes(), list[SessionName](), 0
-        for one, _ in self._deletable():
-            if one.owner == session.owner and one != session and sizes[one]:  # else the disk has nothing of it
-                found += [one] if size < missing else []
-                size += sizes[one]
+        sizes, oldest, size = self._sizes(), list[SessionName](), 0
+        for other, _ in self._deletable():
+            if other.owner == session.owner and other != session and sizes[other]:  # else the disk has nothing of it
+                oldest += [other] if size < missing else []
+                size += sizes[other]
                 if size >= most:
-                    return found
+                    return oldest
         return None
 
     def _deletable(self) -> Iterator[tuple[SessionName, float]]:
@@ -150,7 +150,7 @@ class Retainer:
         sizes = {file.path: file.bytes for file in self._index.files(session) if file.local}
         missed = list[str]()
         files = scan(self._root, missed, [session])
-        return all(one.path in known or sizes.get(one.path) == one.bytes for one in files) and not missed
+        return all(file.path in known or sizes.get(file.path) == file.bytes for file in files) and not missed
 
 
 def _put_aside(root: Path, session: SessionName) -> Path | None:

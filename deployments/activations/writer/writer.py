@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.facts import FileUpdate, RunInfo, RunName, SessionName, StoredRun, StoreError, explain
+from deployments.activations.facts import FileUpdate, RunInfo, RunLocation, RunName, SessionName, StoreError, explain
 from deployments.activations.index.index import Index
 from deployments.activations.limits import Retention
-from deployments.activations.segments.checksums import of_content
-from deployments.activations.segments.schema import batch_metadata
+from deployments.activations.segments.schema import batch_metadata, of_content
 from deployments.activations.segments.segment_writer import Segment
 from deployments.activations.writer.group_commit import Commits, Report
 from deployments.activations.writer.open_runs import Chunk, OpenRuns, RunWriter, check_name
@@ -79,7 +78,7 @@ class Writer:
         self._root, self._index = root, index
         if report is None:
             assert index is not None
-            report = partial(_tell, index)
+            report = partial(_add_to_index, index)
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()  # None: something is synced, closed, or at its end
         wake = partial(self._queue.put, None)
         self._pool = Pool(root, report, segment_bytes, open_segments, idle_s, wake)
@@ -109,7 +108,7 @@ class Writer:
             raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
         return self._put_chunk(Chunk(RunName(session, run_id), part, list(batches), None, (), most))
 
-    def submit(self, run: RunInfo, batches: Batches, part: int = 0) -> Future[StoredRun]:
+    def submit(self, run: RunInfo, batches: Batches, part: int = 0) -> Future[RunLocation]:
         """Queue a whole run, or its end after `part` chunks; answered when it is durable. Raises as `append`."""
         if not batches and not part:
             raise StoreError(f"Run {run.run_id} has no rows: capture at least one token")
@@ -248,7 +247,7 @@ class Writer:
             self._commits.begin()
             self._end_commit()
 
-    def _write(self, chunk: Chunk) -> Future[StoredRun] | None:
+    def _write(self, chunk: Chunk) -> Future[RunLocation] | None:
         try:
             return self._runs.write(chunk)
         finally:
@@ -302,6 +301,6 @@ def _is_on(segment: Segment, _: RunName, run: RunWriter) -> bool:
     return run.segment is segment
 
 
-def _tell(index: Index, updates: Sequence[FileUpdate]) -> Collection[str]:
+def _add_to_index(index: Index, updates: Sequence[FileUpdate]) -> Collection[str]:
     index.add(*updates)
     return ()

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from deployments.engine.capture.captured import Captured
-from deployments.engine.capture.pattern_rows import PatternRows
 from deployments.engine.capture.row_sizes import DTYPES, SPARE_ROWS, RowSizes
+from deployments.engine.request import Captured
 from deployments.model.device_memory import is_broken
 from deployments.places.hook_site import HookSite, Point
 from deployments.points.capture import Capture
@@ -24,6 +23,36 @@ PIECE_BYTES = 16 << 20  # the most bytes at which a buffer releases its rows; fe
 
 class CaptureError(ValueError):
     """Recorded rows cannot be returned as requested; the message gives the reason."""
+
+
+class PatternRows:
+    """Attention patterns of one point on the host, one tensor for each row.
+
+    Attributes:
+        bytes: Memory of the counted rows.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._rows: list[torch.Tensor] = []  # [heads * (k + 1)] of the token at position k
+        self._new: list[torch.Tensor] = []  # written and not counted yet
+
+    def write(self, first: int, value: torch.Tensor) -> None:
+        """Copy rows [rows, heads, keys] from position `first` on; each row is zero after its own token."""
+        own = [value[i, :, : first + i + 1] for i in range(len(value))]
+        self._new = [row.clone(memory_format=torch.contiguous_format).view(-1) for row in own]
+
+    def keep(self, tail: int | None) -> None:
+        """Count the rows written last; keep only the last `tail` rows of all, unless `tail` is None."""
+        self._rows += self._new
+        dropped = self._rows[:-tail] if tail else []
+        self.bytes += sum(row.nbytes for row in self._new) - sum(row.nbytes for row in dropped)
+        del self._rows[: len(dropped)]
+        self._new = []
+
+    def last(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """The values of the last rows, concatenated."""
+        return torch.cat(self._rows[-rows:]) if rows else torch.empty(0, dtype=dtype)
 
 
 class CaptureBuffer:
@@ -146,8 +175,8 @@ class CaptureBuffer:
         """
         stop = self._filled + rows.stop - rows.start
         self._make_room(stop)
-        for stack, found in zip(self._stacks, gathered, strict=True):
-            stack[:, self._filled : stop] = found[:, rows]
+        for stack, values in zip(self._stacks, gathered, strict=True):
+            stack[:, self._filled : stop] = values[:, rows]
 
     def stacked(self, values: Mapping[HookSite, torch.Tensor]) -> list[torch.Tensor]:
         """Rows of its places, also those of other buffers with the same points, as `fill` takes them.
@@ -260,8 +289,8 @@ class CaptureBuffer:
 
     def wanted(self, first: int, count: int) -> Sequence[int]:
         """Positions of `count` consecutive tokens from `first` on that are recorded, or may be among the last."""
-        found = self._tokens.within(first, first + count)
-        return found[-self._tokens.tail :] if self._tokens.tail else found
+        positions = self._tokens.within(first, first + count)
+        return positions[-self._tokens.tail :] if self._tokens.tail else positions
 
     def _heads_of(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._capture.heads is None else rows[:, self._capture.heads]

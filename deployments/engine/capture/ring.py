@@ -1,9 +1,13 @@
-"""The ring: one read for each point and step of the whole batch, split into each sequence's rows later."""
+"""Recorded rows on their way from a forward pass to the buffers: each place is read once for the whole batch.
+
+Decoded rows gather in the ring over several steps. Prompts' rows are gathered within one forward pass.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -47,6 +51,7 @@ class CaptureRing:
     Attributes:
         window: The ring's size in bytes; one step's rows if those are larger. Also the most for gathered prompts' rows.
         recordings: The buffers that record the next forward pass, by their column.
+        places: The places that they read, in the order of execution.
     """
 
     def __init__(self, device: torch.device, window: int) -> None:
@@ -61,12 +66,8 @@ class CaptureRing:
         self._ring: dict[HookSite, torch.Tensor] = {}  # [steps, columns, ...]
         self._steps = 0
         self._step = 0
-        self._places: list[HookSite] = []  # the places that these read, in the order of execution
+        self.places: list[HookSite] = []
         self.recordings: list[CaptureBuffer] = []
-
-    def places(self) -> list[HookSite]:
-        """The places that the next forward pass reads."""
-        return self._places
 
     def arrange(self, decoding: Sequence[CaptureBuffer]) -> Sequence[CaptureBuffer]:
         """Assign columns to exactly these buffers for the next forward pass.
@@ -77,18 +78,18 @@ class CaptureRing:
         coming, here = set(decoding), set(self.recordings)
         if coming == here:
             return self.recordings
-        for recording in [one for one in self.recordings if one not in coming]:
+        for recording in [recording for recording in self.recordings if recording not in coming]:
             self.leave(recording)
         for recording in decoding:
             if recording not in here:
                 recording.since = self._step
                 self.recordings.append(recording)
-        self._places = places_of(self.recordings)
+        self.places = places_of(self.recordings)
         return self.recordings
 
     def begin(self) -> None:
         """Make room for one more step."""
-        columns, places = len(self.recordings), [place for place in self._places if not place.grows]
+        columns, places = len(self.recordings), [place for place in self.places if not place.grows]
         fits = all(place in self._ring and self._ring[place].shape[1] >= columns for place in places)
         if fits and self._step < self._steps:
             return
@@ -125,7 +126,7 @@ class CaptureRing:
     def end(self, came: Collection[HookSite]) -> None:
         """Close the step of a forward pass that reached these places."""
         self._step += 1
-        missed = any(place not in came for place in self._places)
+        missed = any(place not in came for place in self.places)
         for recording in self.recordings:
             recording.rows += 1
             if missed:
@@ -143,7 +144,7 @@ class CaptureRing:
             self.cut(last)
             self.recordings[column] = last
         self.recordings.pop()
-        self._places = places_of(self.recordings)
+        self.places = places_of(self.recordings)
 
     def cut(self, recording: CaptureBuffer, host: Mapping[HookSite, torch.Tensor] | None = None) -> None:
         """Copy a buffer's gathered rows to it; without memory for them it stops recording.
@@ -164,3 +165,91 @@ class CaptureRing:
                     if not place.grows:
                         recording.write(place, ring[place][window, column], first)
                 recording.keep(first, steps)
+
+
+class PromptRows(NamedTuple):
+    """Rows of one prompt in a forward pass.
+
+    Attributes:
+        recording: The prompt's buffer.
+        row: The first row's index in the forward pass.
+        start: The position of its token.
+        tokens: How many rows there are, recorded or not.
+    """
+
+    recording: CaptureBuffer
+    row: int
+    start: int
+    tokens: int
+
+    def after(self, position: int) -> PromptRows:
+        """Those of tokens from a position on."""
+        first = min(self.tokens, max(0, position - self.start))
+        return self._replace(row=self.row + first, start=self.start + first, tokens=self.tokens - first)
+
+
+class Gathering:
+    """The recorded rows of prompts with the same points, in one forward pass.
+
+    A step costs one read for each place and a few copies for each request, not a copy for each place of each request.
+    On a GPU all rows of the same dtype and shape leave it together.
+    """
+
+    def __init__(self, prompts: Sequence[PromptRows]) -> None:
+        """Choose the rows.
+
+        Args:
+            prompts: Prompts whose buffers have the same points and take `fill`.
+        """
+        self._slices = list[tuple[CaptureBuffer, slice]]()
+        rows = list[int]()
+        for recording, row, start, tokens in prompts:
+            if wanted := recording.wanted(start, tokens):
+                self._slices.append((recording, slice(len(rows), len(rows) + len(wanted))))
+                rows += [row + position - start for position in wanted]
+        self._rows = torch.tensor(rows)
+        self._rows_on: dict[torch.device, torch.Tensor] = {}
+        self._values: dict[HookSite, torch.Tensor] = {}
+        self._stacked: list[torch.Tensor] = []
+
+    def take(self, place: HookSite, value: torch.Tensor) -> None:
+        """Read the rows of a place's value [rows, ...]; the model may overwrite them later."""
+        if not self._slices or not self._slices[0][0].reads(place):
+            return
+        if value.device not in self._rows_on:
+            self._rows_on[value.device] = self._rows.to(value.device)
+        self._values[place] = value.index_select(0, self._rows_on[value.device])
+
+    def stack(self) -> None:
+        """Bring the rows to the host. This takes memory, and changes no buffer."""
+        if self._slices and self._slices[0][0].comes_with(self._values):
+            self._stacked = self._slices[0][0].stacked(self._values)
+        self._values.clear()
+
+    def split(self) -> None:
+        """Copy the rows to their buffers, which still have to `keep` them; those of failed ones are dropped."""
+        for recording, rows in self._slices:
+            if not recording.failed:
+                with recording.giving_up():
+                    recording.fill(self._stacked, rows)
+
+
+def gatherings(prompts: Iterable[PromptRows], most: int) -> tuple[list[Gathering], list[PromptRows]]:
+    """Gather prompts that have the same points, as far as their rows take little memory.
+
+    Args:
+        prompts: All prompts that record rows in a forward pass.
+        most: Bytes that gathered rows may take; twice as many while they are stacked.
+
+    Returns:
+        The gathered prompts, and those whose rows are to be copied one by one.
+    """
+    alike, rest = dict[tuple[str, ...], list[PromptRows]](), list[PromptRows]()
+    for prompt in prompts:
+        size = prompt.recording.size(prompt.start, prompt.tokens)
+        if prompt.recording.gathers and size <= most:
+            most -= size
+            alike.setdefault(prompt.recording.names, []).append(prompt)
+        else:
+            rest.append(prompt)
+    return [Gathering(of_one) for of_one in alike.values()], rest

@@ -213,5 +213,6 @@ class GrammarCompiler:
 
 def _reason(message: str) -> str:
     """The library's message, shortened, without its state and without generated grammar lines."""
-    said = re.split(r"\n\s*\d+ \| |<state>|<non-verbose/>", message.rpartition("failed to compile JSON schema: ")[2])[0]
-    return " ".join(said.split())[:MOST_REASON] or "the grammar cannot be followed"
+    message = message.rpartition("failed to compile JSON schema: ")[2]
+    reason = re.split(r"\n\s*\d+ \| |<state>|<non-verbose/>", message)[0]
+    return " ".join(reason.split())[:MOST_REASON] or "the grammar cannot be followed"

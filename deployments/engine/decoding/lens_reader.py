@@ -52,17 +52,17 @@ class LensReader:
     def __init__(self, asking: Sequence[LensRow]) -> None:
         self.asking = asking
         self._of: dict[HookSite, list[int]] = {}  # place -> indices in `asking`
-        for turn, one in enumerate(asking):
-            for place in _places(one.lens):
+        for turn, row in enumerate(asking):
+            for place in _places(row.lens):
                 self._of.setdefault(place, []).append(turn)
         self.places = list(self._of)
         # Most places share the same indices; layers may be on several devices.
         self._index: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
         self._taken: dict[HookSite, torch.Tensor] = {}  # [indices, hidden]
         turns = {(turn, place): i for i, (place, turn) in enumerate(self._turns())}
-        self._rows = [[turns[turn, point.place] for point in one.lens.points] for turn, one in enumerate(asking)]
+        self._rows = [[turns[turn, point.place] for point in row.lens.points] for turn, row in enumerate(asking)]
         # For each index whose target is the last layer's top token: the row of that layer.
-        self._last = {turn: turns[turn, one.lens.last.place] for turn, one in enumerate(asking) if one.lens.last}
+        self._last = {turn: turns[turn, row.lens.last.place] for turn, row in enumerate(asking) if row.lens.last}
 
     def _turns(self) -> Iterator[tuple[HookSite, int]]:
         """The place and index of each copied row."""
@@ -91,10 +91,10 @@ class LensReader:
             self._taken[place] = torch.full((len(self._of[place]), *place.shape), torch.nan, dtype=place.dtype)
         rows = torch.cat([self._taken[place].to(readout.device) for place in self._of])  # [turns, hidden]
         last = dict(zip(self._last, _likeliest(rows[list(self._last.values())], readout), strict=True))
-        targets = [(last[turn],) if turn in last else one.lens.targets for turn, one in enumerate(self.asking)]
+        targets = [(last[turn],) if turn in last else row.lens.targets for turn, row in enumerate(self.asking)]
         asked = [(self.asking[turn].lens.top_k, targets[turn]) for _, turn in self._turns()]
-        found = _read(rows, asked, readout)
-        return [tuple(found[i] for i in rows) for rows in self._rows]
+        results = _read(rows, asked, readout)
+        return [tuple(results[i] for i in rows) for rows in self._rows]
 
 
 def _places(lens: LensLayers) -> dict[HookSite, None]:
@@ -122,16 +122,16 @@ def _read(rows: torch.Tensor, asked: Sequence[tuple[int, tuple[int, ...]]], read
         asked: For each row, the number of top tokens and the target ids.
         readout: The model's final norm and head.
     """
-    found: list[LayerTokens] = []
+    results: list[LayerTokens] = []
     for logits in _logits(rows, readout):
-        some = asked[len(found) : len(found) + len(logits)]
+        some = asked[len(results) : len(results) + len(logits)]
         finite = logits.amax(dim=-1).isfinite().tolist()
         logprobs = logits.log_softmax(dim=-1)
         top = ranked(logprobs, [top_k for top_k, _ in some])
         targets = _ranks(logprobs, [targets for _, targets in some])
         each = zip(top, targets, finite, strict=True)
-        found += [LayerTokens(likely, own) if sound else LayerTokens() for likely, own, sound in each]
-    return found
+        results += [LayerTokens(likely, own) if sound else LayerTokens() for likely, own, sound in each]
+    return results
 
 
 def _ranks(logprobs: torch.Tensor, targets: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, float, int], ...]]:

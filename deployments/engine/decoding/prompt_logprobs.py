@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
-
 import torch
 
 from deployments.engine.decoding.sampling import score
@@ -13,22 +10,6 @@ from deployments.engine.request import Logprob, Request
 
 LOGITS_BYTES = 256 << 20  # of float32 logits that one forward pass with such prompts may have
 CHUNK = 64  # rows of logits converted to logprobs at a time
-
-
-class Span(Protocol):
-    """Consecutive tokens of a sequence, and the first one's row in the forward pass."""
-
-    @property
-    def start(self) -> int:
-        """The position of its first token in the sequence."""
-
-    @property
-    def count(self) -> int:
-        """The number of its tokens."""
-
-    @property
-    def row(self) -> int:
-        """The row of its first token in the forward pass."""
 
 
 class PromptScores:
@@ -70,48 +51,14 @@ class PromptScores:
         """
         first = len(self.logprobs) + 1
         tokens = torch.tensor(self._prompt[first : first + len(logits)], dtype=torch.long, device=logits.device)
-        found: list[Logprob] = []
+        logprobs: list[Logprob] = []
         for rows, ids in zip(torch.split(logits, CHUNK), torch.split(tokens, CHUNK), strict=True):
             self.finite &= bool(rows.amax(dim=-1).isfinite().all())
-            found += score(rows, ids.clamp_max(rows.shape[-1] - 1), [self._likeliest] * len(ids))
+            logprobs += score(rows, ids.clamp_max(rows.shape[-1] - 1), [self._likeliest] * len(ids))
         # An embedding may have more tokens than the head.
         known = (tokens < logits.shape[-1]).tolist()
-        return [one if here else one._replace(logprob=NEG_INF) for one, here in zip(found, known, strict=True)]
+        return [own if ok else own._replace(logprob=NEG_INF) for own, ok in zip(logprobs, known, strict=True)]
 
     def add(self, logprobs: list[Logprob]) -> None:
         """Append the result of `read` after the forward pass has succeeded."""
         self.logprobs += logprobs
-
-
-class ScoredSpan(NamedTuple):
-    """The part of a forward pass that one prompt's scores need.
-
-    Attributes:
-        scores: The prompt's scores so far.
-        rows: The rows of the forward pass whose logits are needed; at least one.
-    """
-
-    scores: PromptScores
-    rows: range
-
-
-def spans_of(scores: Sequence[PromptScores | None], chunks: Sequence[Span]) -> list[ScoredSpan]:
-    """The spans that a forward pass has to score.
-
-    Args:
-        scores: The scores of each chunk's prompt; None if not requested.
-        chunks: The chunks.
-    """
-    asked = []
-    for one, chunk in zip(scores, chunks, strict=True):
-        if one and (wanted := one.wanted(chunk.start, chunk.count)):
-            asked.append(ScoredSpan(one, range(chunk.row + wanted.start, chunk.row + wanted.stop)))
-    return asked
-
-
-def read(asked: Sequence[ScoredSpan], logits: torch.Tensor) -> list[list[Logprob]]:
-    """Score the requested tokens from their logits [tokens of all rows, vocabulary]."""
-    if not asked:
-        return []
-    parts = torch.split(logits, [len(one.rows) for one in asked])
-    return [one.scores.read(part) for one, part in zip(asked, parts, strict=True)]

@@ -71,86 +71,71 @@ def check_sampling(request: Request, vocabulary: int) -> None:
             raise RequestError(f"{field} must be from 0 to {MOST_LOGPROBS}", field)
 
 
-def choose(logits: torch.Tensor, sampling_states: Sequence[SamplingState | None]) -> ChosenTokens:
+def choose(logits: torch.Tensor, states: Sequence[SamplingState | None]) -> ChosenTokens:
     """Choose each row's next token.
 
     Args:
         logits: [rows, vocabulary]; not modified.
-        sampling_states: One per row; None if the row needs no token.
+        states: One per row; None if the row needs no token.
     """
     top, tokens = logits.max(dim=-1)  # [rows]; NaN wins a maximum
     finite, drawn = top.isfinite(), None
-    special = [
-        (i, sampling_state)
-        for i, sampling_state in enumerate(sampling_states)
-        if sampling_state and sampling_state.special
-    ]
+    special = [(i, state) for i, state in enumerate(states) if state and state.special]
     if special:
         rows = [i for i, _ in special]
-        best, ids = _by_settings(logits[rows].float(), [sampling_state for _, sampling_state in special])
+        best, ids = _by_settings(logits[rows].float(), [state for _, state in special])
         tokens[rows] = ids
         drawn = torch.ones_like(finite)
         drawn[rows] = best.isfinite()
-    asking = [
-        (i, sampling_state.logprobs)
-        for i, sampling_state in enumerate(sampling_states)
-        if sampling_state and sampling_state.logprobs is not None
-    ]
     chosen, sound, *left = torch.stack((tokens, finite) if drawn is None else (tokens, finite, drawn)).tolist()
-    failed = {i: NOT_FINITE for i, one in enumerate(sound) if not one}
+    failed = {i: NOT_FINITE for i, is_finite in enumerate(sound) if not is_finite}
     if left and not all(left[0]):
         reasons = {i: state.grammar_state.error for i, state in special if state.grammar_state}
-        failed = {i: reasons.get(i) or NO_TOKEN_LEFT for i, one in enumerate(left[0]) if not one} | failed
-    return ChosenTokens(chosen, failed, _logprobs(logits, tokens, asking) if asking else {})
+        failed = {i: reasons.get(i) or NO_TOKEN_LEFT for i, is_left in enumerate(left[0]) if not is_left} | failed
+    logprobs = dict[int, Logprob]()
+    asking = {i: most for i, state in enumerate(states) if state and (most := state.logprobs) is not None}
+    if asking:
+        rows = list(asking)
+        logprobs = dict(zip(rows, score(logits[rows], tokens[rows], list(asking.values())), strict=True))
+    return ChosenTokens(chosen, failed, logprobs)
 
 
-def _by_settings(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_settings(scores: torch.Tensor, states: Sequence[SamplingState]) -> tuple[torch.Tensor, torch.Tensor]:
     """The highest score and the chosen token of each row, [rows] each; overwrites scores [rows, vocabulary]."""
-    adjust(scores, sampling_states)
+    adjust(scores, states)
     best, tokens = scores.max(dim=-1)
-    drawing = [i for i, sampling_state in enumerate(sampling_states) if sampling_state.draws]
+    drawing = [i for i, state in enumerate(states) if state.draws]
     if drawing:
-        all_draw = len(drawing) == len(sampling_states)
-        weights = weigh(scores if all_draw else scores[drawing], [sampling_states[i].sampling for i in drawing])
-        tokens[drawing] = draw(weights, [sampling_states[i].number() for i in drawing], tokens[drawing])
+        some = scores if len(drawing) == len(states) else scores[drawing]
+        weights = weigh(some, [states[i].sampling for i in drawing])
+        tokens[drawing] = draw(weights, [states[i].number() for i in drawing], tokens[drawing])
     return best, tokens
 
 
-def adjust(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> None:
+def adjust(scores: torch.Tensor, states: Sequence[SamplingState]) -> None:
     """Add biases, subtract penalties and rule out tokens, in place.
 
     Args:
         scores: [rows, vocabulary] float32.
-        sampling_states: One per row.
+        states: One per row.
     """
-    if biased := _flat([sampling_state.bias for sampling_state in sampling_states], scores.device):
+    if biased := _flat([state.bias for state in states], scores.device):
         rows, ids, bias = biased
         scores[rows, ids] += bias
-    if counted := _flat([sampling_state.counts for sampling_state in sampling_states], scores.device):
+    if counted := _flat([state.counts for state in states], scores.device):
         rows, ids, counts = counted
-        repetition = _column(
-            scores, (sampling_state.sampling.repetition_penalty for sampling_state in sampling_states)
-        )[rows, 0]
-        frequency = _column(scores, (sampling_state.sampling.frequency_penalty for sampling_state in sampling_states))[
-            rows, 0
-        ]
-        presence = _column(scores, (sampling_state.sampling.presence_penalty for sampling_state in sampling_states))[
-            rows, 0
-        ]
+        settings = [state.sampling for state in states]
+        repetition = _column(scores, (setting.repetition_penalty for setting in settings))[rows, 0]
+        frequency = _column(scores, (setting.frequency_penalty for setting in settings))[rows, 0]
+        presence = _column(scores, (setting.presence_penalty for setting in settings))[rows, 0]
         value = scores[rows, ids]  # [entries]
         value = torch.where(value < 0, value * repetition, value / repetition)
         scores[rows, ids] = value - frequency * counts - presence * (counts > 0)
-    if guided := [
-        (row, sampling_state.grammar_state)
-        for row, sampling_state in enumerate(sampling_states)
-        if sampling_state.grammar_state
-    ]:
-        allowed = torch.stack([grammar_state.allowed() for _, grammar_state in guided]).to(
-            scores.device
-        )  # [guided, vocabulary]
+    if guided := [(row, state.grammar_state) for row, state in enumerate(states) if state.grammar_state]:
+        allowed = torch.stack([grammar_state.allowed() for _, grammar_state in guided])  # [guided, vocabulary]
         at = [row for row, _ in guided]
-        scores[at] = scores[at].masked_fill(~allowed, NEG_INF)
-    if barred := _flat([sampling_state.barred for sampling_state in sampling_states], scores.device):
+        scores[at] = scores[at].masked_fill(~allowed.to(scores.device), NEG_INF)
+    if barred := _flat([state.barred for state in states], scores.device):
         rows, ids, never = barred
         scores[rows, ids] = never
 
@@ -245,21 +230,6 @@ def draw(weights: torch.Tensor, numbers: Sequence[float], likeliest: torch.Tenso
     at = at.clamp_max_(weights.shape[-1] - 1)
     # Rounding may move a number near 1 past the end or, on a GPU, create a step where the weight is 0.
     return torch.where(weights.gather(-1, at).squeeze(-1) > 0, at.squeeze(-1), likeliest)
-
-
-def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, asking: Sequence[tuple[int, int | None]]
-) -> dict[int, Logprob]:
-    """The logprobs of each requesting row's token and of its top tokens, by row.
-
-    Args:
-        logits: [rows, vocabulary], as the model gave them.
-        tokens: [rows] token ids.
-        asking: (row, number of top tokens).
-    """
-    rows = [i for i, _ in asking]
-    found = score(logits[rows], tokens[rows], [likeliest or 0 for _, likeliest in asking])
-    return dict(zip(rows, found, strict=True))
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, likeliest: Sequence[int]) -> list[Logprob]:

@@ -69,7 +69,9 @@ class TextStream:
             self._last = token
             self._waiting.clear()
         else:
-            self._wait(token)
+            self._waiting.append(token)
+            if len(self._waiting) >= MOST_WAITING:
+                self._restart()
         if not may_stop:
             self._settled = self.length
         return self._emit(hold=True)
@@ -88,12 +90,6 @@ class TextStream:
             self._restart()
             return ""
         return text
-
-    def _wait(self, token: int) -> None:
-        """Hold a token back; if too many are held, emit them as they are."""
-        self._waiting.append(token)
-        if len(self._waiting) >= MOST_WAITING:
-            self._restart()
 
     def _restart(self) -> None:
         """Emit the tokens held back as text, and start a new stream after them."""
@@ -135,14 +131,14 @@ class TextStream:
         pending = self._pending
         settled = self._settled - self._emitted
         # For each stop string that ends after the settled text: where it first ends, and where it starts.
-        found = [
+        stops = [
             (at + len(stop), at)
             for stop in self._stop
             if (at := pending.find(stop, max(0, settled - len(stop) + 1))) >= 0
         ]
-        if found:
+        if stops:
             self.stopped = True
-            end = min(found)[1]
+            end = min(stops)[1]
         else:
             end = len(pending) - (self._held(pending) if hold else 0)
         self._emitted += end

@@ -16,12 +16,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from deployments.activations import archive as archives
 from deployments.activations import runs
 from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.actors.store import ActivationStore
-from deployments.activations.archive import uploader
-from deployments.activations.facts import FileInfo, RunInfo, SessionName, StoredRun
-from deployments.activations.files import buckets
+from deployments.activations.facts import FileInfo, RunInfo, RunLocation, SessionName
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.writer.recovery import recover
@@ -134,7 +133,7 @@ class Sender(NamedTuple):
     def append(self, made: Made, part: int) -> None:
         self.writer.append(made.facts.session, made.facts.run_id, part, [made.batches[part]]).result()
 
-    def finish(self, made: Made, part: int = 0) -> StoredRun:
+    def finish(self, made: Made, part: int = 0) -> RunLocation:
         return self.writer.submit(made.facts, made.batches[part:], part).result()
 
     def abandon(self, made: Made) -> None:
@@ -221,7 +220,7 @@ def server() -> Iterator[ObjectServer]:
 
 class Bucket(NamedTuple):
     uri: str  # with what is needed to read it
-    place: buckets.Bucket
+    place: archives.Bucket
     server: ObjectServer
 
     def objects(self, session: str = "_/session") -> list[str]:
@@ -234,14 +233,14 @@ def bucket(server: ObjectServer, request: pytest.FixtureRequest, monkeypatch: py
     """A directory in a new bucket, to which stores upload files at once, and each after its last run."""
     for name, value in {"EC2_METADATA_DISABLED": "true", "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(buckets, "ATTEMPTS", 2)  # pauses grow
-    monkeypatch.setattr(uploader, "_LOOK_S", 0.02)
-    monkeypatch.setattr(uploader, "_PAUSES_S", (0.02, 0.1))
+    monkeypatch.setattr(archives, "ATTEMPTS", 2)  # pauses grow
+    monkeypatch.setattr(archives, "_LOOK_S", 0.02)
+    monkeypatch.setattr(archives, "_PAUSES_S", (0.02, 0.1))
     monkeypatch.setitem(Writer.__init__.__kwdefaults__, "idle_s", 0)
     name = f"bucket-{abs(hash(request.node.name))}"
     settings = f"endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
     uri = f"s3://{name}/a%20store?{settings}"
-    place = buckets.bucket(uri)
+    place = archives.bucket(uri)
     place.fs.create_dir(name)
     server.requests.clear()
     yield Bucket(uri, place, server)

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.facts import StoreError
 from deployments.activations.files.disk import DiskCheck
 
@@ -52,7 +52,7 @@ def fill(path):
 
 def assert_readable(tmp_path, *made):
     for item in made:
-        assert torch.equal(load(tmp_path / "_/session", item.facts.run_id)[POINT], item.points[POINT])
+        assert torch.equal(read_run(tmp_path / "_/session", item.facts.run_id)[POINT], item.points[POINT])
 
 
 def test_a_full_disk_fails_what_does_not_fit_and_the_next_run_is_stored(make, big, disk, open_sender, tmp_path):
@@ -79,7 +79,7 @@ def test_on_a_disk_that_others_have_filled_nothing_is_stored_until_there_is_room
     (tmp_path / "filler").unlink()
     room(0)
     sender.finish(after)
-    assert torch.equal(load(tmp_path / "_/new", "after")[POINT], after.points[POINT])
+    assert torch.equal(read_run(tmp_path / "_/new", "after")[POINT], after.points[POINT])
 
 
 def test_what_is_written_to_a_disk_that_was_taken_away_is_not_said_to_be_stored(make, disk, open_sender, tmp_path):

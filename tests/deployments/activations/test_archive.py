@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployments.activations import load, runs
+from deployments.activations import read_run, runs
 from deployments.activations.actors.store import ActivationStore
 from deployments.activations.facts import RunEnd, SessionName, StoreError, public_uri
 from deployments.activations.index.database import index_path
@@ -40,7 +40,7 @@ def test_a_sealed_file_is_in_the_bucket_with_the_same_bytes_and_lists_say_so_of_
     store.archived("r", "s")
     assert len(bucket.objects()) == 2
     uri = bucket.uri.replace("?", "/_/session?")
-    assert torch.equal(load(uri, "r", verify=True)[POINT], made.points[POINT])
+    assert torch.equal(read_run(uri, "r", verify=True)[POINT], made.points[POINT])
     assert sorted(run.run_id for run in runs(uri)) == ["r", "s"]
 
 
@@ -91,7 +91,7 @@ def test_what_is_beyond_the_cache_leaves_the_disk_once_it_is_archived_and_is_gon
     for name, one in made.items():
         uri = uris[name]
         source = f"{uri}?{bucket.uri.partition('?')[2]}" if uri.startswith("s3") else uri
-        assert torch.equal(load(source, name, verify=True)[POINT], one.points[POINT])
+        assert torch.equal(read_run(source, name, verify=True)[POINT], one.points[POINT])
     assert store.file("session", listed["r3"]["file"]).length
     for ask in (
         lambda: store.file("session", listed["r0"]["file"]),
@@ -147,7 +147,7 @@ def test_a_file_that_is_damaged_on_the_disk_never_takes_the_place_of_the_whole_o
         [entry] = store.store._index.entries(runs=[one.facts.run_id])
         assert entry.uri.startswith("s3:")
         uri = f"{entry.uri}?{bucket.uri.partition('?')[2]}"
-        assert torch.equal(load(uri, one.facts.run_id, verify=True)[POINT], one.points[POINT])
+        assert torch.equal(read_run(uri, one.facts.run_id, verify=True)[POINT], one.points[POINT])
 
 
 def test_files_that_come_back_are_local_again_and_a_lost_index_uploads_nothing_twice(open_archived, bucket, tmp_path):

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.index.index import Index
-from deployments.activations.segments.batches import DamagedError, batches_of
+from deployments.activations.segments.segments import DamagedError, batches_of
 from deployments.activations.segments.verify import verify
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
@@ -55,16 +55,16 @@ def test_a_bit_that_flips_in_a_value_is_found_and_named_and_other_runs_are_read(
     content = sealed.read_bytes()
     run, name = data.draw(st.sampled_from(["r0", "r1"])), data.draw(st.sampled_from([A, B, WEIGHTS]))
     number = data.draw(st.integers(0, 3))
-    row = load(sealed, run)[name][number].flatten()
+    row = read_run(sealed, run)[name][number].flatten()
     at = place_of(content, row) + data.draw(st.integers(0, row.nbytes - 1))
     path = flipped(content, tmp_path_factory.mktemp("broken") / "x.arrow", at, data.draw(st.integers(0, 7)))
     found = verify(path)
     assert (found.state, found.runs) == ("damaged", 1)
     assert found.reason == f"not as they were written: of {run} batch {number // 2}"
     with pytest.raises(DamagedError, match=f"{run}.*batch {number // 2}"):
-        load(path, run, verify=True)
+        read_run(path, run, verify=True)
     other = "r1" if run == "r0" else "r0"
-    assert load(path, other, verify=True).facts.tags == {"of": other}
+    assert read_run(path, other, verify=True).facts.tags == {"of": other}
 
 
 def regions(path: Path) -> dict[str, list[int]]:
@@ -104,7 +104,7 @@ def test_the_reader_on_the_page_of_the_format_reads_every_run(sealed):
     read = list(names["read"](str(sealed)))
     assert [facts["run_id"] for facts, _ in read] == ["r0", "r1"]
     for facts, table in read:
-        run = load(sealed, facts["run_id"])
+        run = read_run(sealed, facts["run_id"])
         assert facts["sample_id"] == run.facts.sample_id
         bits = torch.from_numpy(table[B].combine_chunks().to_numpy_ndarray().copy())
         assert torch.equal(bits.view(torch.bfloat16).view(torch.uint8), run[B].view(torch.uint8))

@@ -6,11 +6,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from deployments.activations import load, runs
+from deployments.activations import read_run, runs
 from deployments.activations.facts import SessionName, StoreError
 from deployments.activations.index.index import Index
-from deployments.activations.segments.batches import batches_of
-from deployments.activations.segments.segments import is_sealed
+from deployments.activations.segments.segments import batches_of, is_sealed
 
 POINT = "layers.0.output"
 SESSION = SessionName(None, "session")
@@ -27,7 +26,7 @@ def test_a_run_is_listed_once_its_last_part_is_there(long, open_sender, tmp_path
     assert stored.points[POINT][1:] == (0, (6, 4), "float32")
     assert stored.bytes == sender.files()[0].stat().st_size
     for _ in ("open", "sealed"):
-        run = load(sender.folder, "long")
+        run = read_run(sender.folder, "long")
         assert torch.equal(run[POINT], long.points[POINT])
         assert (run.facts, run.positions.tolist()) == (long.facts, list(range(6)))
         sender.writer.close()
@@ -74,7 +73,7 @@ def test_what_is_withdrawn_is_never_stored_and_what_is_stored_is_not_withdrawn(m
     assert not sender.listed()
     sender.finish(made)
     assert not sender.withdraw("begun", "r")
-    assert torch.equal(load(sender.folder, "r")[POINT], made.points[POINT])
+    assert torch.equal(read_run(sender.folder, "r")[POINT], made.points[POINT])
 
 
 def test_a_run_that_nothing_comes_of_is_given_up(make, long, open_sender, monkeypatch):
@@ -109,7 +108,7 @@ def test_parts_out_of_order_and_ids_in_use_are_refused_and_harm_nothing(make, lo
             wrong()
     sender.append(long, 1)
     sender.finish(long, 2)
-    assert torch.equal(load(sender.folder)[POINT], long.points[POINT])
+    assert torch.equal(read_run(sender.folder)[POINT], long.points[POINT])
     with pytest.raises(StoreError, match="stored already"):
         sender.append(long, 0)
 

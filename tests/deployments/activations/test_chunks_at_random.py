@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from deployments.activations import load, runs
+from deployments.activations import read_run, runs
 from deployments.activations.facts import FileInfo, RunInfo, SessionName, StoreError
 from deployments.activations.index.index import Index
 from deployments.activations.segments.columns import to_batch
@@ -140,7 +140,7 @@ class Chunks(RuleBasedStateMachine):
     def read_back(self):
         for (session, run_id), (rows, path, _) in self.finished.items():
             for source in (path, self.root / "_" / session):
-                run = load(source, run_id)
+                run = read_run(source, run_id)
                 assert torch.equal(run["p"], rows)
                 assert run.positions.tolist() == run.token_ids.tolist() == list(range(len(rows)))
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storing import store as stored
 
-from deployments.activations.export.exports import FACTS, export, pt_name
+from deployments.activations.exports import FACTS, export, pt_name
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns, keys
 

@@ -24,7 +24,7 @@ from deployments.activations import runs
 from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.facts import SessionName
 from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.index import rows
+from deployments.activations.index import database
 from deployments.activations.index.database import index_path
 from deployments.activations.index.index import Index
 from deployments.activations.segments.segments import whole_runs
@@ -78,8 +78,8 @@ def root(make, tmp_path):
 @pytest.fixture
 def reads(root, monkeypatch):
     """The names of the files that are read from here on."""
-    seen, read = [], rows.whole_runs
-    monkeypatch.setattr(rows, "whole_runs", lambda path: seen.append(path.name) or read(path))
+    seen, read = [], database.whole_runs
+    monkeypatch.setattr(database, "whole_runs", lambda path: seen.append(path.name) or read(path))
     return seen
 
 
@@ -254,7 +254,7 @@ def test_a_file_that_could_not_be_read_is_no_shorter_one_and_listed_once_it_can_
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(*((os, "pread") if of == "pread" else (rows, of)), fails)
+        patched.setattr(*((os, "pread") if of == "pread" else (database, of)), fails)
         index = Index.open(root)
         if of == "pread":
             with pytest.raises(OSError, match="Input/output"):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.files.disk import DELETED
 from deployments.activations.index.database import index_path
 from deployments.activations.index.index import Index
@@ -106,7 +106,7 @@ def is_whole(uri: str, session: str, run_id: str) -> bool:
     """Whether a run reads back bit for bit."""
     facts, values = made(session, run_id)
     try:
-        run = load(uri, run_id, verify=True)
+        run = read_run(uri, run_id, verify=True)
     except (ValueError, OSError):
         return False
     same = run.facts == facts and run["p"].dtype == values.dtype and torch.equal(run["p"], values)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from storing import store
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.__main__ import main
 from deployments.activations.filters import Filter
 from deployments.activations.index.index import Index
@@ -105,7 +105,7 @@ def same(left, right) -> bool:
 
 def assert_has(folder, *made):
     for one in made:
-        run = load(folder, one.facts.run_id, verify=True)
+        run = read_run(folder, one.facts.run_id, verify=True)
         assert run.facts == one.facts
         assert all(same(run[name], value) for name, value in one.points.items())
 
@@ -151,16 +151,16 @@ def test_of_a_file_that_is_still_written_the_whole_runs_come(server, root, made,
 
 def test_a_run_is_loaded_from_a_server_by_its_id(server, made, monkeypatch):
     monkeypatch.setenv("VITRINE_API_KEY", "sk-env")
-    assert same(load("r2", root=server.url)[POINT], made[2].points[POINT])
+    assert same(read_run("r2", root=server.url)[POINT], made[2].points[POINT])
     assert server.keys == {"Bearer sk-env"}
     count = len(server.asked)
-    assert load("r2", root=server.url).facts == made[2].facts
+    assert read_run("r2", root=server.url).facts == made[2].facts
     assert len(server.asked) == count
     with pytest.raises(ValueError, match="the run 'r9' cannot be fetched from http://.*there is no"):
-        load("r9", root=server.url)
+        read_run("r9", root=server.url)
     server.cut = 1
     with pytest.raises(ValueError, match="the run 'r4' cannot be fetched from http://.*does not answer"):
-        load("r4", root=server.url)
+        read_run("r4", root=server.url)
 
 
 def test_the_command_pulls_into_a_store_that_it_lists(server, made, tmp_path, capsys):

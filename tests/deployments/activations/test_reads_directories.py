@@ -10,10 +10,9 @@ import pytest
 import torch
 from storing import store
 
-from deployments.activations import load, runs
+from deployments.activations import archive, read_run, runs
 from deployments.activations.__main__ import main
-from deployments.activations.export.exports import export
-from deployments.activations.files import buckets
+from deployments.activations.exports import export
 from deployments.activations.index.index import Index
 from deployments.activations.reader.sources import segments
 from deployments.activations.reader.tables import runs_table, table
@@ -84,8 +83,8 @@ def test_a_bucket_is_read_like_a_directory(uploaded, made, path, runs, tmp_path,
     assert found(source) == runs
     wanted = {name: made[name].points[POINT] for name in runs}
     for name, value in wanted.items():
-        assert torch.equal(load(source, name, verify=True)[POINT], value)
-        assert torch.equal(load(name, root=source)[POINT], value)
+        assert torch.equal(read_run(source, name, verify=True)[POINT], value)
+        assert torch.equal(read_run(name, root=source)[POINT], value)
         assert torch.equal(indexed(source, runs=[name]), value)
     assert len(table(source, [POINT])) == 40 * len(runs)
     assert len(export(source, tmp_path / "to", "npz")) == len(runs)
@@ -100,19 +99,19 @@ def test_one_file_of_a_bucket_is_a_source_and_is_fetched_once(uploaded, root, bu
     source = uploaded(f"ann/t/{file.name}")
     assert [run.run_id for run in runs(source)] == ["run-3"]
     fetched = [one for one in bucket.server.requests if one[0] == "GET" and one[1].endswith(".arrow")]
-    assert load(source).facts.run_id == "run-3"
+    assert read_run(source).facts.run_id == "run-3"
     assert [one for one in bucket.server.requests if one[0] == "GET" and one[1].endswith(".arrow")] == fetched
     with pytest.raises(FileNotFoundError, match="nothing at"):
         runs(uploaded("ann/t/none.arrow"))
 
 
 def test_files_of_a_bucket_are_fetched_one_by_one_until_a_run_is_found(uploaded, bucket):
-    assert load(uploaded(), "run-2").facts.owner is None  # of `_`, the first directory
+    assert read_run(uploaded(), "run-2").facts.owner is None  # of `_`, the first directory
     assert len({one for one in bucket.server.requests if one[0] == "GET" and one[1].endswith(".arrow")}) == 1
 
 
 def test_a_bucket_that_refuses_or_a_full_disk_is_said(uploaded, bucket, monkeypatch):
-    monkeypatch.setattr(buckets, "ATTEMPTS", 1)
+    monkeypatch.setattr(archive, "ATTEMPTS", 1)
     bucket.server.fails = lambda method, path: method == "GET" and path.endswith(".arrow")
     with pytest.raises(OSError, match="AWS Error"):
         table(uploaded())
@@ -128,7 +127,7 @@ def test_what_has_left_the_disk_is_read_from_the_bucket(root, uploaded, made, bu
         index.change("UPDATE files SET archived = 1", ())
         index.change("UPDATE files SET local = 0 WHERE owner = 'bob'", ())
     shutil.rmtree(root / "bob")
-    assert torch.equal(load("run-1", root=root)[POINT], made["run-1"].points[POINT])
+    assert torch.equal(read_run("run-1", root=root)[POINT], made["run-1"].points[POINT])
     assert found(root, "s") == NAMES[:3]
     assert torch.equal(indexed(root, runs=["run-1"]), made["run-1"].points[POINT])
 
@@ -137,12 +136,12 @@ def test_fsspec_reads_what_arrow_has_no_file_system_for(root, made):
     import fsspec
 
     memory = fsspec.filesystem("memory")
-    at = buckets.bucket("memory://store")
+    at = archive.bucket("memory://store")
     for path in root.glob("*/*/*.arrow"):
         at.put(str(path.relative_to(root)), path)
     try:
         assert found("memory://store") == NAMES
-        assert torch.equal(load("memory://store/ann", "run-3")[POINT], made["run-3"].points[POINT])
+        assert torch.equal(read_run("memory://store/ann", "run-3")[POINT], made["run-3"].points[POINT])
         name, size = next(iter(at.list("bob/s").items()))
         assert at.size(name) == size
         at.remove(name)
@@ -154,9 +153,9 @@ def test_fsspec_reads_what_arrow_has_no_file_system_for(root, made):
 
 def test_what_is_missing_for_a_bucket_is_named(monkeypatch):
     with pytest.raises(ValueError, match="nothing://x cannot be a store"):
-        buckets.bucket("nothing://x")
+        archive.bucket("nothing://x")
     with pytest.raises(ValueError, match="a URI must not contain keys"):
-        buckets.bucket("s3://id:key@bucket/x")
+        archive.bucket("s3://id:key@bucket/x")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(ValueError, match="install its package"):
-        buckets.bucket("az://container/x")
+        archive.bucket("az://container/x")

@@ -15,13 +15,12 @@ import pytest
 import torch
 from storing import store
 
-from deployments.activations import load, runs
+from deployments.activations import read_run, runs
 from deployments.activations.index.database import index_path
 from deployments.activations.index.index import Index
 from deployments.activations.reader import sources
 from deployments.activations.reader.tables import runs_table, table
-from deployments.activations.segments.batches import DamagedError, batches_of
-from deployments.activations.segments.segments import is_sealed, whole_runs
+from deployments.activations.segments.segments import DamagedError, batches_of, is_sealed, whole_runs
 from deployments.activations.segments.verify import verify
 
 POINT, ROWS, WIDTH = "layers.0.output", 37, 512
@@ -65,7 +64,7 @@ def enlarge(file: Path, begin: int) -> None:
 def test_a_run_is_loaded_with_all_that_is_known_of_it(stored, made):
     root, file = stored
     for source in (root, root / "_", root / "_" / "session", file, file.as_uri(), str(file)):
-        run = load(source, "r1", [POINT], verify=True)
+        run = read_run(source, "r1", [POINT], verify=True)
         assert run.facts == made["r1"].facts
         assert torch.equal(run[POINT], made["r1"].points[POINT])
         assert run.positions.tolist() == list(range(ROWS))
@@ -73,19 +72,19 @@ def test_a_run_is_loaded_with_all_that_is_known_of_it(stored, made):
         assert run.phases == ["prompt"] * (ROWS - 1) + ["generated"]
         assert [one.run_id for one in runs(source)] == RUNS
     run[POINT].zero_()  # the file stays as it is
-    assert torch.equal(load(file, "r1")[POINT], made["r1"].points[POINT])
+    assert torch.equal(read_run(file, "r1")[POINT], made["r1"].points[POINT])
 
 
 def test_what_is_not_one_run_or_point_is_refused_with_what_there_is(stored, tmp_path):
     root, file = stored
     with pytest.raises(ValueError, match="does not hold one run; it holds r0, r1, r2: name one as run_id"):
-        load(root)
+        read_run(root)
     with pytest.raises(ValueError, match="does not hold run 'r9'; it holds r0"):
-        load(file, "r9")
+        read_run(file, "r9")
     with pytest.raises(ValueError, match=r"Run 'r0': layers\.9\.output was not recorded; there is layers\.0"):
-        load(file, "r0", ["layers.9.output"])
+        read_run(file, "r0", ["layers.9.output"])
     with pytest.raises(FileNotFoundError, match="nothing at"):
-        load(tmp_path / "none", "r0")
+        read_run(tmp_path / "none", "r0")
 
 
 def test_with_its_offset_nothing_before_a_run_is_looked_at(stored, made):
@@ -95,8 +94,8 @@ def test_with_its_offset_nothing_before_a_run_is_looked_at(stored, made):
     [first] = [run for run in whole_runs(file) if run.facts.run_id == "r1"]
     data[first.offset : entry.offset] = bytes(entry.offset - first.offset)
     file.write_bytes(data)
-    assert torch.equal(load(file, "r2", offset=entry.offset)[POINT], made["r2"].points[POINT])
-    assert torch.equal(load(file, offset=entry.offset)[POINT], made["r2"].points[POINT])
+    assert torch.equal(read_run(file, "r2", offset=entry.offset)[POINT], made["r2"].points[POINT])
+    assert torch.equal(read_run(file, offset=entry.offset)[POINT], made["r2"].points[POINT])
 
 
 def test_a_run_that_ends_without_further_rows_is_whole(make, open_writer, tmp_path):
@@ -109,7 +108,7 @@ def test_a_run_that_ends_without_further_rows_is_whole(make, open_writer, tmp_pa
     [whole] = whole_runs(file)
     assert [batch.num_rows for batch in whole.batches] == [2, 2, 0]
     assert whole.damage() == []
-    assert torch.equal(load(file, "r", verify=True)[POINT], made.points[POINT])
+    assert torch.equal(read_run(file, "r", verify=True)[POINT], made.points[POINT])
     assert table(file)["position"].to_pylist() == [0, 1, 2, 3]
     assert verify(file).state == "open"
 
@@ -129,7 +128,7 @@ def test_of_a_file_cut_anywhere_verify_says_what_load_can_still_read(make, tmp_p
         assert found.ok == (length == len(data) or length in whole)
         assert found.ok or found.reason
         for run in runs(torn):
-            assert len(load(torn, run.run_id)[POINT]) == 4
+            assert len(read_run(torn, run.run_id)[POINT]) == 4
         seen.add((found.state, found.runs, tuple(found.unfinished.items())))
     assert {("damaged", 0, ()), ("cut short", 0, (("r1", 2),)), ("cut short", 1, ())} < seen
     assert {("cut short", 1, (("r2", 2),)), ("open", 1, ()), ("open", 2, ()), ("whole", 2, ())} < seen
@@ -142,17 +141,17 @@ def test_a_file_that_is_cut_short_once_it_is_open_is_an_error_that_names_it(stor
     with pytest.raises(DamagedError, match=f"{file}: it is cut short: it has 8000 bytes"):
         found[1].batches[0].select()
     with pytest.raises(ValueError, match="does not hold run 'r2'"):
-        load(file, "r2")
+        read_run(file, "r2")
 
 
 def test_a_batch_that_says_more_than_there_is_is_an_error_that_names_its_file(stored):
     root, file = stored
     enlarge(file, Index.scanned(root).find("r1").offset)
     with pytest.raises(DamagedError, match=str(file)):
-        load(file, "r1")
+        read_run(file, "r1")
     with pytest.raises(DamagedError, match=str(file)):
         table(file, runs=["r1"])
-    assert load(file, "r0")[POINT].shape == (ROWS, WIDTH)
+    assert read_run(file, "r0")[POINT].shape == (ROWS, WIDTH)
     assert verify(file).state == "damaged"
 
 
@@ -189,14 +188,14 @@ def test_a_run_is_read_by_its_id_alone_wherever_its_file_is(stored, make, monkey
     wanted = make("run-1", {POINT: torch.randn(ROWS, WIDTH)}, session_id="other", owner="ann")
     store(root, wanted)
     monkeypatch.setenv("VITRINE_ACTIVATIONS", str(root))
-    assert torch.equal(load("run-1")[POINT], wanted.points[POINT])
-    assert torch.equal(load("run-1", root=root)[POINT], wanted.points[POINT])
+    assert torch.equal(read_run("run-1")[POINT], wanted.points[POINT])
+    assert torch.equal(read_run("run-1", root=root)[POINT], wanted.points[POINT])
     assert table("run-1", [POINT]).num_rows == ROWS
     assert runs_table("run-1")["run_id"].to_pylist() == ["run-1"]
     monkeypatch.setattr(sources, "segments", None)  # the index says where: no file is looked for
     monkeypatch.setattr(sources, "files_of", None)
-    assert torch.equal(load(root, "run-1")[POINT], wanted.points[POINT])
-    assert torch.equal(load(root / "ann" / "other", "run-1")[POINT], wanted.points[POINT])
+    assert torch.equal(read_run(root, "run-1")[POINT], wanted.points[POINT])
+    assert torch.equal(read_run(root / "ann" / "other", "run-1")[POINT], wanted.points[POINT])
     assert set(runs_table(root, runs=["run-1", "r0"])["run_id"].to_pylist()) == {"run-1", "r0"}
 
 
@@ -211,15 +210,15 @@ def test_without_an_index_to_trust_the_files_are_looked_through(stored, made, st
             index.change("UPDATE runs SET offset = 100 WHERE run_id = 'r1'", ())
     else:
         path.write_bytes(path.read_bytes()[:4096] + b"\xee" * 65536)
-    assert torch.equal(load("r1", root=root)[POINT], made["r1"].points[POINT])
+    assert torch.equal(read_run("r1", root=root)[POINT], made["r1"].points[POINT])
     assert len(runs_table(root, runs=["r1"])) == 1
     shutil.move(file, file.with_name("moved.arrow"))
-    assert torch.equal(load("r1", root=root)[POINT], made["r1"].points[POINT])
+    assert torch.equal(read_run("r1", root=root)[POINT], made["r1"].points[POINT])
 
 
 def test_a_run_that_is_nowhere_is_said_so(stored, tmp_path):
     root, _ = stored
     with pytest.raises(FileNotFoundError, match="no run 'run-2' in"):
-        load("run-2", root=root)
+        read_run("run-2", root=root)
     with pytest.raises(FileNotFoundError, match="no store at"):
-        load("run-1", root=tmp_path / "none")
+        read_run("run-1", root=tmp_path / "none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deployments.activations import load, runs
+from deployments.activations import read_run, runs
 from deployments.activations.facts import SessionName, StoreError
 from deployments.activations.limits import Retention
 from deployments.activations.writer.writer import Writer
@@ -85,7 +85,7 @@ def test_a_session_at_its_quota_refuses_the_chunk_that_is_too_much_and_others_go
     writer.retain(Retention()).result()
     writer.submit(other.facts, other.batches[3:], 3).result()
     assert [run.run_id for run in runs(tmp_path / "_/session")] == ["small", "after"]
-    assert torch.equal(load(tmp_path / "_/other", "other")[POINT], other.points[POINT])
+    assert torch.equal(read_run(tmp_path / "_/other", "other")[POINT], other.points[POINT])
 
 
 def test_with_delete_oldest_the_owners_oldest_sessions_go_but_for_pinned_and_open_ones(keep, big, tmp_path):

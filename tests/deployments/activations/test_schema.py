@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from deployments.activations.facts import FileInfo, RunInfo, check_session_id
 from deployments.activations.segments.columns import to_batch
-from deployments.activations.segments.packing import Packed
-from deployments.activations.segments.schema import batch_info, batch_metadata
+from deployments.activations.segments.schema import Packed, batch_info, batch_metadata
 from deployments.points.patterns import Patterns
 
 SEGMENT = FileInfo("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})

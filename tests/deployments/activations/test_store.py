@@ -10,7 +10,7 @@ import torch
 from ray.util.state import get_actor
 from safetensors.torch import load as tensors
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.actors import store as stores
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
@@ -18,7 +18,7 @@ from deployments.activations.facts import RunEnd, SessionName, StoreError
 from deployments.activations.filters import MOST_BYTES
 from deployments.activations.index.database import index_path
 from deployments.activations.limits import Retention
-from deployments.activations.segments.packing import Packed
+from deployments.activations.segments.schema import Packed
 from deployments.activations.writer import recovery
 from deployments.errors import RequestError
 from tests.waiting import until
@@ -39,7 +39,7 @@ def test_what_was_sent_by_reference_or_as_it_is_reads_back_and_is_listed(cluster
     bad = RunEnd(made[0].facts, [sent(batch) for batch in make("r0", session_id="other").batches])
     *stored, refused = store.write_all([*ends, bad])
     for one, run in zip(made, stored, strict=True):
-        assert torch.equal(load(run.points[POINT].uri, run.run_id)[POINT], one.points[POINT])
+        assert torch.equal(read_run(run.points[POINT].uri, run.run_id)[POINT], one.points[POINT])
     assert "one session" in str(refused)
     assert (store.sessions()[0]["id"], store.sessions()[0]["runs"]) == ("session", 4)
     assert [run["run_id"] for run in store.session("session")["runs"]] == ["r0", "r1", "r2", "r3"]

@@ -11,7 +11,7 @@ from storing import store
 
 from deployments.activations.index.index import Index
 from deployments.activations.reader.stored_rows import read_rows
-from deployments.activations.segments.batches import DamagedError
+from deployments.activations.segments.segments import DamagedError
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.token_choices import Last, Positions, PromptLast, TextPiece

@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from deployments.activations import load, runs
+from deployments.activations import read_run, runs
 from deployments.activations.facts import SessionName, StoreError
 from deployments.activations.segments.segments import is_sealed
 from deployments.activations.writer import retention
@@ -138,7 +138,7 @@ def test_a_deleted_session_is_gone_while_its_files_are_removed_and_may_begin_ane
 ):
     writer, gate, real = open_writer(), threading.Event(), retention.remove_folder
     write(writer, make("r"), make("kept", session_id="other"))
-    reading = load(tmp_path / "_/session", "r")
+    reading = read_run(tmp_path / "_/session", "r")
     monkeypatch.setattr(retention, "remove_folder", lambda trash: gate.wait() and real(trash))
     deleted = writer.delete(SESSION)
     write(writer, make("again"))

@@ -19,12 +19,12 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import SessionName, StoreError
 from deployments.activations.limits import Retention
-from deployments.activations.nodes.sharing import connect_writer, node_writers
+from deployments.activations.nodes import connect_writer, node_writers
 from deployments.errors import RequestError
 from tests.deployments.activations.killed_writer import SESSIONS, batches, made
 from tests.waiting import until
@@ -110,7 +110,7 @@ def wait_for(reader, session: str, expected: set[str]) -> None:
 def check_stored(stored, session: str, run_id: str) -> str:
     """A run reads back; the part of its file's URI that names the writer."""
     uri = stored.points["p"].uri
-    assert torch.equal(load(uri, run_id, verify=True)["p"], made(session, run_id)[1])
+    assert torch.equal(read_run(uri, run_id, verify=True)["p"], made(session, run_id)[1])
     return uri.rpartition("-")[0]
 
 

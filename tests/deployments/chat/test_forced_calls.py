@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from deployments.chat.response_format import ResponseFormats
-from deployments.chat.template import ChatFormat
+from deployments.chat.template import ChatFormat, ResponseFormats
 from deployments.demo_model import INSTRUCTION, PROBLEMS
 from deployments.demo_model.calculator import TOOL, answer_call
 from deployments.engine.engine import Engine

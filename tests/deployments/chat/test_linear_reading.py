@@ -25,9 +25,8 @@ from deployments.engine.decoding.text import MOST_WAITING, TextStream
 from deployments.engine.request import Delta, Finished, Request
 from deployments.errors import RequestError
 from deployments.job import Job
-from deployments.messages import whole_calls
-from deployments.replica.delivery import SLICE, Delivery
-from deployments.replica.tickets import RunningChoice
+from deployments.messages import Piece, whole_calls
+from deployments.replica.delivery import SLICE, Delivery, RunningChoice
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
 OURS = {
@@ -250,7 +249,7 @@ def test_text_behind_tokens_that_are_no_text_comes_whole(ended):
 def test_others_events_go_on_while_a_whole_answer_is_read():
     async def run():
         request = Request("flood", [1], max_tokens=1)
-        choice = RunningChoice(0, request, AnswerReader(template("llama"), "", TOOLS))
+        choice = RunningChoice(request, Piece(0), AnswerReader(template("llama"), "", TOOLS))
         engine = SimpleNamespace(submit=lambda request: None)
         delivery = Delivery(engine, token_texts=None)
         ticket = delivery.open(Job("job"), {"flood": choice})

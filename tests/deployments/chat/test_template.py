@@ -100,18 +100,13 @@ def test_an_earlier_answer_renders_as_the_model_wrote_it(chat, prompt):
     assert told.startswith(prompt + CALL)
 
 
-def test_a_model_without_a_template_refuses_chats(tiny):
+def test_a_model_without_a_template_refuses_chats_and_tools(tiny):
     model = tiny("llama")
-    with pytest.raises(RequestError) as refused:
-        ChatFormat(model.tokenizer, model.hf).render([QUESTION], None)
-    assert refused.value.field == "messages"
-
-
-def test_a_model_of_unknown_tool_form_refuses_tools(tiny):
-    model = tiny("llama")
-    with pytest.raises(RequestError) as refused:
-        ChatFormat(model.tokenizer, model.hf).reader("", [TOOL])
-    assert refused.value.field == "tools"
+    chat = ChatFormat(model.tokenizer, model.hf)
+    for field, ask in (("messages", lambda: chat.render([QUESTION], None)), ("tools", lambda: chat.reader("", [TOOL]))):
+        with pytest.raises(RequestError) as refused:
+            ask()
+        assert refused.value.field == field
 
 
 def test_what_a_template_cannot_render_is_refused_by_field(tiny, byte_tokenizer):

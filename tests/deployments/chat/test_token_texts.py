@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from deployments.chat.token_texts import TokenTexts
+from deployments.engine.request import LayerTokens, LensLayers, Logprob
 
 
 def fallback_tokenizer():
@@ -48,7 +49,7 @@ def test_a_piece_of_a_character_is_written_as_its_bytes(byte_tokenizer):
 
 
 def test_a_special_token_is_written_and_has_no_bytes(demo):
-    assert TokenTexts(demo.tokenizer).of(demo.tokenizer.eos_token_id) == (demo.tokenizer.eos_token, None)
+    assert TokenTexts(demo.tokenizer).of(demo.tokenizer.eos_token_id)[:2] == (demo.tokenizer.eos_token, None)
 
 
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.WordPiece("##", False)])
@@ -60,4 +61,17 @@ def test_a_piece_that_goes_on_a_word_has_no_space(decoder):
 
 
 def test_an_id_beyond_the_tokenizers_is_written_as_a_number(demo):
-    assert TokenTexts(demo.tokenizer).of(10**6) == ("token_id:1000000", None)
+    assert TokenTexts(demo.tokenizer).of(10**6)[:2] == ("token_id:1000000", None)
+
+
+def test_what_cannot_follow_has_openais_logprob(byte_tokenizer):
+    token_texts, (x, y) = TokenTexts(byte_tokenizer), byte_tokenizer("xy")["input_ids"]
+    never = float("-inf")
+    [(entry, offset)] = token_texts.scored([y], [Logprob(-0.5, ((x, never),), 2)], offset=3)
+    top = {"token": "x", "logprob": -9999.0, "bytes": [120]}
+    assert (entry, offset) == ({"token": "y", "logprob": -0.5, "bytes": [121], "top_logprobs": [top]}, 5)
+    asked = LensLayers(layers=(0, 3), points=(), top_k=1)
+    [entry] = token_texts.lens([y], asked, [(LayerTokens(), LayerTokens(((x, never),), ((y, never, 2),)))])
+    target = {"token": "y", "token_id": y, "bytes": [121], "logprob": -9999.0, "rank": 2}
+    layers = [{"layer": 0, "top": []}, {"layer": 3, "top": [top | {"token_id": x}], "targets": [target]}]
+    assert entry == {"token": "y", "token_id": y, "bytes": [121], "layers": layers}

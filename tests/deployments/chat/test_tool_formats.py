@@ -13,8 +13,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from deployments.chat.grammar import MOST_BEFORE
 from deployments.chat.reader import AnswerReader
-from deployments.chat.response_format import ResponseFormats
-from deployments.chat.template import ChatFormat
+from deployments.chat.template import ChatFormat, ResponseFormats
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request, Sampling
 from deployments.errors import RequestError
@@ -150,6 +149,16 @@ def chat(model):
     return ChatFormat(model.tokenizer, model.hf)
 
 
+@pytest.fixture
+def prompt(chat):
+    return chat.render([QUESTION], TOOLS)
+
+
+def of_format(models, name):
+    """The model of a format, and its chat format."""
+    return models[name], ChatFormat(models[name].tokenizer, models[name].hf)
+
+
 def text_of(model):
     return FORMATS[model.name][4]
 
@@ -180,28 +189,26 @@ def generated(model, chat, requests):
     return [(finished.reason, finished.rest.text) for finished in Engine(model).generate(sent)]
 
 
-def test_calls_are_read_whole_and_by_character(model, chat):
-    prompt = chat.render([QUESTION], TOOLS)
+def test_calls_are_read_whole_and_by_character(model, chat, prompt):
     assert read(chat.reader(prompt, TOOLS), [text_of(model)]) == ("", CALLS, "")
     assert read(chat.reader(prompt, TOOLS), text_of(model)) == ("", CALLS, "")
 
 
-def test_content_before_a_call_is_content(model, chat):
-    prompt = chat.render([QUESTION], TOOLS)
+def test_content_before_a_call_is_content(model, chat, prompt):
     content, calls, _ = read(chat.reader(prompt, TOOLS), ["Let me see.", text_of(model)])
     assert (content.strip(), calls) == ("Let me see.", CALLS)
 
 
-def test_an_answer_without_calls_is_content(model, chat):
-    prompt = chat.render([QUESTION], TOOLS)
+def test_an_answer_without_calls_is_content(model, chat, prompt):
     for answer in ("Sunny, {as ever}.", '{"name": "Rome"}', "[1, 2]"):
         assert read(chat.reader(prompt, TOOLS), answer) == (answer, [], "")
 
 
-def test_without_parallel_calls_the_first_is_all(model, chat):
-    prompt = chat.render([QUESTION], TOOLS)
+def test_without_parallel_calls_the_first_is_all(model, chat, prompt):
     content, calls, _ = read(chat.reader(prompt, TOOLS, parallel=False), text_of(model))
     assert (content.strip(), calls) == ("", CALLS[:1])
+    parts, _ = told(chat.reader(prompt, TOOLS, parallel=False, streamed=True), text_of(model))
+    assert {part.number for part in parts} == {0}
 
 
 def test_without_tools_what_looks_like_a_call_is_content(model, chat):
@@ -222,13 +229,6 @@ def test_a_required_call_is_made_and_its_arguments_obey_the_schema(model, chat):
         jsonschema.validate(arguments, schemas[name])
 
 
-def test_arguments_are_spaced_as_the_template_writes_them(model, chat):
-    prompt, grammar = asked(model, chat, must_call=("get_weather",), parallel_calls=False)
-    ((_, text),) = generated(model, chat, [(prompt, grammar, Sampling(seed=3))])
-    assert '{"city": "' in text
-    assert '", "days": ' in text
-
-
 def test_a_named_function_is_the_one_that_is_called(model, chat):
     guidance = ResponseFormats(chat, model)
     names = ("get_weather", "get_time")
@@ -237,6 +237,8 @@ def test_a_named_function_is_the_one_that_is_called(model, chat):
     for name, (prompt, _), (reason, text) in zip(names, jobs, said, strict=True):
         assert reason == "stop"
         assert [called for called, _ in read(chat.reader(prompt, TOOLS), text)[1]] == [name]
+    assert '{"city": "' in said[0][1]
+    assert '", "days": ' in said[0][1], "arguments are spaced as the template writes them"
 
 
 def test_several_calls_may_be_made_where_the_template_writes_several(model, chat):
@@ -295,8 +297,7 @@ def cut(text, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_streamed_call_says_its_name_first_and_its_arguments_as_they_come(model, chat, seed):
-    prompt = chat.render([QUESTION], TOOLS)
+def test_a_streamed_call_says_its_name_first_and_its_arguments_as_they_come(model, chat, prompt, seed):
     answer = text_of(model).replace(json.dumps(ROME), json.dumps(LONG))
     pieces = cut(answer, seed)
     parts, content = told(chat.reader(prompt, TOOLS, streamed=True), pieces)
@@ -322,8 +323,7 @@ def test_a_streamed_call_is_told_of_before_it_is_whole(model, chat):
     assert (more.number, more.arguments) == (0, SHORT_CUT[1:])
 
 
-def test_what_was_told_of_a_call_that_is_cut_off_stands(model, chat):
-    prompt = chat.render([QUESTION], TOOLS)
+def test_what_was_told_of_a_call_that_is_cut_off_stands(model, chat, prompt):
     answer = text_of(model).partition(json.dumps(ROME))[0] + SHORT_CUT
     reader = chat.reader(prompt, TOOLS, streamed=True)
     parts, content = told(reader, answer)
@@ -333,8 +333,7 @@ def test_what_was_told_of_a_call_that_is_cut_off_stands(model, chat):
 
 
 def test_what_stands_behind_the_arguments_of_a_malformed_call_is_content(models):
-    model = models["hermes"]
-    chat = ChatFormat(model.tokenizer, model.hf)
+    model, chat = of_format(models, "hermes")
     prompt = chat.render([QUESTION], TOOLS)
     answer = '<tool_call>{"name": "get_time", "arguments": {"x": 1}} oops </tool_call> Well. ' + text_of(model)
     parts, content = told(chat.reader(prompt, TOOLS, streamed=True), answer)
@@ -349,8 +348,7 @@ def test_what_stands_behind_the_arguments_of_a_malformed_call_is_content(models)
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"mistral"}))  # there all calls are one list
 def test_a_malformed_call_behind_another_is_content_from_its_beginning(models, name, streamed):
-    model = models[name]
-    chat = ChatFormat(model.tokenizer, model.hf)
+    model, chat = of_format(models, name)
     answer = text_of(model).rpartition("{}")[0] + "oops"
     parts, content = told(chat.reader(chat.render([QUESTION], TOOLS), TOOLS, streamed=streamed), answer)
     assert [call.name for call in whole_calls(parts)] == ["get_weather"]
@@ -358,15 +356,8 @@ def test_a_malformed_call_behind_another_is_content_from_its_beginning(models, n
     assert content.strip().startswith(("<tool_call>", "[TOOL_CALLS]", '{"name"'))
 
 
-def test_without_parallel_calls_nothing_is_told_of_the_second(model, chat):
-    prompt = chat.render([QUESTION], TOOLS)
-    parts, _ = told(chat.reader(prompt, TOOLS, parallel=False, streamed=True), text_of(model))
-    assert {part.number for part in parts} == {0}
-
-
 def test_a_call_whose_name_comes_last_is_told_whole(models):
-    model = models["mistral"]
-    chat = ChatFormat(model.tokenizer, model.hf)
+    model, chat = of_format(models, "mistral")
     answer = f'[TOOL_CALLS][{WEATHER_CALL}, {{"arguments": {{"zone": "UTC"}}, "name": "get_time"}}, {TIME_CALL}]'
     want = [("get_weather", ROME), ("get_time", {"zone": "UTC"}), ("get_time", {})]
     for streamed in (False, True):
@@ -403,8 +394,7 @@ def test_arguments_that_have_no_types_get_those_of_the_tools_schema():
 
 
 def test_thoughts_come_apart_from_content(models):
-    model = models["qwen"]
-    chat = ChatFormat(model.tokenizer, model.hf)
+    model, chat = of_format(models, "qwen")
     prompt = chat.render([QUESTION], None)
     answer = "<think>\nIs it sunny? 1 < 2.\n\n</think>\n\nYes,\n it is.\n"
     for pieces in ([answer], answer, [answer[:9], answer[9:30], answer[30:]]):
@@ -412,24 +402,21 @@ def test_thoughts_come_apart_from_content(models):
 
 
 def test_thoughts_that_the_prompt_has_begun_are_thoughts(models):
-    model = models["qwen"]
-    chat = ChatFormat(model.tokenizer, model.hf)
+    model, chat = of_format(models, "qwen")
     prompt = chat.render([QUESTION], None) + "<think>\n"
     assert read(chat.reader(prompt, None), "Hm.\n</think>\n\nYes.") == ("Yes.", [], "Hm.")
     assert read(chat.reader(prompt, None), "Hm, cut") == ("", [], "Hm, cut")
 
 
 def test_a_template_may_be_told_not_to_think(models):
-    model = models["qwen"]
-    chat = ChatFormat(model.tokenizer, model.hf)
+    model, chat = of_format(models, "qwen")
     prompt = chat.render([QUESTION], None, {"thinking": False})
     assert prompt.endswith("</think>\n\n")
     assert read(chat.reader(prompt, None), "Yes.") == ("Yes.", [], "")
 
 
 def test_thoughts_and_calls_come_in_one_answer(models):
-    model = models["qwen"]
-    chat = ChatFormat(model.tokenizer, model.hf)
+    model, chat = of_format(models, "qwen")
     prompt = chat.render([QUESTION], TOOLS)
     answer = f"<think>\nRome.\n</think>\n\nI look.\n{text_of(model)}"
     content, calls, thoughts = read(chat.reader(prompt, TOOLS), answer)
@@ -438,8 +425,7 @@ def test_thoughts_and_calls_come_in_one_answer(models):
 
 @pytest.mark.parametrize("begun", [True, False, None])
 def test_a_form_is_enforced_behind_the_thoughts(models, begun):
-    model = models["qwen"]
-    chat = ChatFormat(model.tokenizer, model.hf)
+    model, chat = of_format(models, "qwen")
     told = {"thinking": False} if begun is False else {}
     job = Job("job", messages=[QUESTION], schema={"enum": ["yes", "no"]}, template_kwargs=told)
     prompt = chat.render(job.messages, None, told) + ("<think>\n" if begun else "")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from deployments.client_code import processes
-from deployments.client_code.host import PID
+from deployments.client_code.processes import PID
 
 
 class ForkedHost:
@@ -59,7 +59,7 @@ def forked_hosts() -> Iterator[None]:
     lock = threading.Lock()
 
     def fork(command: list[str], *, pass_fds: tuple[int, int], **_: Any) -> ForkedHost:
-        assert command[1:] == ["-m", "deployments.client_code.host", *map(str, pass_fds)]
+        assert command[1:] == ["-m", "deployments.client_code.processes", *map(str, pass_fds)]
         mask = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
         with lock:
             socket.send_fds(ours, [PID.pack(int(mask[1], 8))], pass_fds)  # as a host has its server's

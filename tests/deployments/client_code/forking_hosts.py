@@ -10,33 +10,29 @@ import signal
 import socket
 import sys
 
-import nnsight  # noqa: F401 - as a host does, before it forks
 import torch
 import transformers.pipelines.text_generation  # noqa: F401
 
-from deployments.client_code import (
-    execution,  # noqa: F401
-    host,
-)
+from deployments.client_code.processes import PID, run_host
 
 
 def main(control: socket.socket) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended hosts are reaped by the kernel
     while True:
-        mask, fds, _, _ = socket.recv_fds(control, host.PID.size, 2)
+        mask, fds, _, _ = socket.recv_fds(control, PID.size, 2)
         if not fds:
             return
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
-            os.umask(*host.PID.unpack(mask))
-            host.main(socket.socket(fileno=fds[0]), fds[1])
+            os.umask(*PID.unpack(mask))
+            run_host(socket.socket(fileno=fds[0]), fds[1])
             os._exit(0)
         for fd in fds:
             os.close(fd)
-        control.sendall(host.PID.pack(pid))
+        control.sendall(PID.pack(pid))
 
 
 if __name__ == "__main__":

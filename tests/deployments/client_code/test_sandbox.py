@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pickle
 import re
@@ -20,13 +19,12 @@ from typing import Any
 import psutil
 import pytest
 
-from deployments.client_code import landlock, namespaces, processes, runner, seccomp
+from deployments.client_code import namespaces, processes, runner, seccomp
 from deployments.client_code.execution import JobModel
-from deployments.client_code.frames import Kind, receive
-from deployments.client_code.job import CodeJob, Limits, ModelKey
+from deployments.client_code.job import CodeJob, Kind, Limits, ModelKey, receive
 from deployments.client_code.kernel import ARM
 from deployments.client_code.processes import JobProcesses
-from deployments.client_code.sandbox import Sandbox
+from deployments.client_code.sandbox import Sandbox, landlock_version
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
 from deployments.model.load import load
@@ -35,7 +33,7 @@ from deployments.options import Options
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slow
 LIMITS = Limits(seconds=30, memory_bytes=1 << 30, result_bytes=1 << 20, log_bytes=1 << 20, threads=2)
-ALL = Sandbox(on=True, landlock=landlock.version(), seccomp=seccomp.available())
+ALL = Sandbox(on=True, landlock=landlock_version(), seccomp=seccomp.available())
 SANDBOXES = {
     "as root": replace(ALL, namespaces=True, other_user=True),
     "in a user namespace": replace(ALL, namespaces=True, user_namespace=True),
@@ -346,35 +344,23 @@ def test_it_is_possible_without_a_sandbox_that(done, attack):
     assert done[attack] == f"{attack} was done"
 
 
-def test_a_job_forks_not_one_of_ten_thousand_processes(jobs):
-    code = """
-failed = 0
-for _ in range(10_000):
-    try:
-        if os.fork() == 0:
-            os._exit(0)
-    except PermissionError:
-        failed += 1
-print('failed', failed)
-"""
-    assert "failed 10000" in jobs.printed(code)
-
-
 def test_what_a_job_needs_works_in_a_sandbox(jobs):
     code = """
 import torch
 from concurrent.futures import ThreadPoolExecutor
 importlib.import_module('transformers.models.gpt_neox.modeling_gpt_neox')
+importlib.import_module('colorsys')
 product = torch.ones(512, 512) @ torch.ones(512, 512)
 print(sum(ThreadPoolExecutor(4).map(lambda i: float(product[i, i]), range(4))))
-print(len(os.urandom(8)), open(os.devnull, 'w').write('nothing'))
+print(len(os.urandom(8)), open(os.devnull, 'w').write('nothing'), len(os.listdir('/usr')) > 0)
+print(open('/proc/self/status').readline().startswith('Name'))
 grown = bytearray()
 for _ in range(64):
     grown.extend(bytes(1 << 20))
 print(len(grown) >> 20)
 """
     said = jobs.printed(code).splitlines()
-    assert said[1:4] == ["2048.0", "8 7", "64"]
+    assert said[1:5] == ["2048.0", "8 7 True", "True", "64"]
 
 
 def test_a_job_holds_no_module_of_ray_and_no_rights_of_root(jobs):
@@ -442,11 +428,7 @@ def test_others_run_no_code_where_it_cannot_be_isolated(host):
         runner._sandbox(Options(), False, host)
     assert refused.value.field == "client_code_sandbox"
     assert not runner._sandbox(Options(client_code_sandbox="none"), False, host).on
-
-
-@pytest.mark.usefixtures("weak")
-def test_this_machine_may_run_code_where_it_cannot_be_isolated():
-    assert runner._sandbox(Options(), False, "127.0.0.1").seccomp
+    assert runner._sandbox(Options(), False, "127.0.0.1").seccomp  # this machine may
 
 
 @pytest.fixture(scope="module")
@@ -455,17 +437,10 @@ def best():
 
 
 def test_under_a_closed_umask_the_same_sandbox_is_found(best):
+    assert best.on
+    assert "missing" in str(best)
     with closed_umask():
         assert processes.sandbox(gpu=False) == best
-
-
-def test_a_closed_umask_takes_nothing_from_a_job(jobs):
-    code = """
-importlib.import_module('colorsys')
-print(len(os.listdir('/usr')) > 0, open(os.devnull, 'w').write('nothing'), len(os.urandom(8)))
-print(open('/proc/self/status').readline().startswith('Name'))
-"""
-    assert jobs.printed(code).splitlines()[1:3] == ["True 7 8", "True"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")
@@ -490,11 +465,3 @@ def test_root_isolates_jobs_wherever_it_can_make_namespaces(best):
     if not shutil.which("unshare") or subprocess.run(unshare, check=False, capture_output=True).returncode:
         pytest.skip("this system lets root make no namespaces")
     assert best.isolates, str(best)
-
-
-def test_the_best_sandbox_of_this_system_is_found_and_told_of(best):
-    found = best
-    assert found.on
-    assert "no_new_privs" in str(found)
-    assert "missing" in str(found)
-    assert json.dumps(vars(found))

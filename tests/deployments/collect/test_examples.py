@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.collect.examples import DataError, Example, Fields, count, read
+from deployments.collect.examples import DataError, Example, Fields, check_tags, count, read
 
 ROWS = [
     {"text": "A dog is a mammal.", "id": "a", "label": True, "group": "dog", "topic": "animals"},
@@ -56,6 +56,13 @@ def test_three_formats_hold_the_same_examples(tmp_path: Path, suffix: str) -> No
     assert [item.id for item in found] == ["a", "b"]
     assert [item.prompt for item in found] == ["a dog is a mammal.", "a dog is a bird."]
     assert found[1].tags == {"label": "false", "group": "dog", "topic": "animals"}
+
+
+def test_a_misspelt_tag_is_refused_with_the_fields_that_there_are(tmp_path: Path) -> None:
+    path = written(tmp_path / "data.jsonl", [{"text": "a"}, {"text": "b", "topic": "animals"}])
+    check_tags(path, ["topic"])
+    with pytest.raises(DataError, match="no row has the field 'topik'; there is text, topic"):
+        check_tags(path, ["topic", "topik"])
 
 
 def test_named_fields_become_the_label_and_the_group_and_others_keep_their_names() -> None:
@@ -110,15 +117,6 @@ def test_a_broken_line_does_not_hide_those_after_it(tmp_path: Path) -> None:
     ]
 
 
-def test_a_csv_row_of_another_length_is_broken(tmp_path: Path) -> None:
-    path = tmp_path / "data.csv"
-    path.write_text("prompt,label\na,1,2\nb\nc,1\n")
-    more, fewer, whole = read(path, Fields())
-    assert str(more) == "data.csv, row 1: it has more fields than the header"
-    assert str(fewer) == "data.csv, row 2: it has fewer fields than the header"
-    assert isinstance(whole, Example)
-
-
 @pytest.mark.parametrize("name", ["missing.jsonl", "data.txt", "broken.parquet"])
 def test_a_file_that_cannot_be_read_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
     if name != "missing.jsonl":
@@ -145,12 +143,16 @@ def test_any_row_is_an_example_or_is_named(row: dict[str, Any]) -> None:
         assert item.startswith("data, row 1: ")
 
 
-def test_a_csv_file_may_have_a_column_without_a_name_as_pandas_writes(tmp_path: Path) -> None:
-    (path := tmp_path / "data.csv").write_text(",prompt\n0,So?\n1,Oh?,more\n")
-    first, second = read(path, Fields())
+def test_a_csv_file_may_have_a_column_without_a_name_as_pandas_writes_and_rows_of_another_length(
+    tmp_path: Path,
+) -> None:
+    (path := tmp_path / "data.csv").write_text(",prompt\n0,So?\n1,Oh?,more\n2\n")
+    first, more, fewer = read(path, Fields())
     assert isinstance(first, Example)
     assert (first.prompt, first.tags) == ("So?", {})
-    assert "more fields than the header" in str(second)
+    assert (more, fewer) == tuple(
+        f"data.csv, row {row}: it has {many} fields than the header" for row, many in ((2, "more"), (3, "fewer"))
+    )
 
 
 def test_a_message_with_a_field_that_is_not_json_is_named() -> None:

@@ -16,9 +16,18 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from deployments.engine.capture.buffer import joined
-from deployments.engine.capture.captured import Captured
 from deployments.engine.engine import Engine
-from deployments.engine.request import Delta, Event, Finished, Likeliest, Logprob, PromptLogprobs, Request, Rows
+from deployments.engine.request import (
+    Captured,
+    Delta,
+    Event,
+    Finished,
+    Likeliest,
+    Logprob,
+    PromptLogprobs,
+    Request,
+    Rows,
+)
 from deployments.model.model import Model
 from deployments.places.attention_patterns import eagerly
 from deployments.places.hook_site import Point
@@ -35,7 +44,7 @@ def _prompt(length: int, seed: int = 0) -> list[int]:
     return [numbers.randrange(3, 256) for _ in range(length)]
 
 
-def _generate(model: Model, prompt: Sequence[int], new: int) -> tuple[list[int], torch.Tensor]:
+def _generate(model: Model, prompt: Sequence[int], new: int, **settings: Any) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens of transformers' generate, and the logits [tokens, vocabulary] they came of."""
     ids = torch.tensor([list(prompt)], device=model.device)
     out = model.hf.generate(
@@ -47,13 +56,14 @@ def _generate(model: Model, prompt: Sequence[int], new: int) -> tuple[list[int],
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
+        **settings,
     )
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).cpu()
 
 
-def _alone(model: Model, prompt: Sequence[int], new: int) -> list[int]:
+def _alone(model: Model, prompt: Sequence[int], new: int, **settings: Any) -> list[int]:
     """Greedy tokens of transformers' generate."""
-    return _generate(model, prompt, new)[0] if new else []
+    return _generate(model, prompt, new, **settings)[0] if new else []
 
 
 @torch.inference_mode()

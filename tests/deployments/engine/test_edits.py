@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from by_hand import hooked
 from by_hand import point as point_of
 
 from deployments.engine import sequence
-from deployments.engine.edit_plans import Plan, Span
+from deployments.engine.edit_plans import Plan
 from deployments.engine.edits import Edit, Norms, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
+from deployments.engine.scheduler import Chunk
 from tests.deployments.conftest import DEVICE
 
 PROMPT, NEW = 9, 6
@@ -154,6 +156,6 @@ def test_a_vector_for_all_tokens_is_not_repeated_for_each(tiny):
     at = point_of(tiny("qwen3"), "layers.0.output")
     steering = Edit(at, "add", vector=vector(at.shape[0]))
     with torch.profiler.profile(profile_memory=True) as profiled:
-        Plan([Span([steering], 0, 10_000, 0)])
+        Plan([Chunk(SimpleNamespace(request=SimpleNamespace(edits=(steering,))), 0, 10_000)])
     taken = sum(max(0, event.self_cpu_memory_usage) for event in profiled.events())
     assert taken < 100 * steering.vector.nbytes

@@ -49,21 +49,29 @@ def test_a_request_that_cannot_be_taken_in_ends_alone(tiny, prompt, drain, endin
     assert len(done["sound"].tokens) == 3
 
 
-def test_an_assertion_of_a_models_own_code_ends_its_requests_and_not_the_engine(tiny, prompt):
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (AssertionError("remote code"), "engine_error", "remote code"),
+        (torch.OutOfMemoryError("tried to allocate 9 GiB"), "out_of_memory", "9 GiB"),
+        (torch.AcceleratorError("CUDA error: out of memory"), "out_of_memory", "out of memory"),
+    ],
+)
+def test_a_forward_pass_that_fails_ends_its_requests_and_the_engine_goes_on(error, code, reason, tiny, prompt, alone):
     engine = Engine(tiny("qwen3"))
 
     def fails(*_):
-        assert not engine, "remote code"
+        raise error
 
-    hook = engine.model.hf.register_forward_pre_hook(fails)
+    hook = engine.model.hf.get_submodule("model.layers.1.mlp").register_forward_pre_hook(fails)
     try:
-        (failed,) = engine.generate([Request("a", prompt(4), 2)])
+        failed = engine.generate([Request("a", prompt(5), 4), Request("b", prompt(9), 4)])
     finally:
         hook.remove()
-    assert failed.reason == "error"
-    assert "remote code" in failed.error
-    (done,) = engine.generate([Request("b", prompt(4), 2, ignore_eos=True)])
-    assert len(done.tokens) == 2
+    assert [(finished.reason, finished.code) for finished in failed] == [("error", code)] * 2
+    assert all(reason in finished.error for finished in failed)
+    (after,) = engine.generate([Request("c", prompt(5), 4)])
+    assert list(after.tokens) == alone(engine.model, prompt(5), 4)
 
 
 @pytest.mark.parametrize("piecewise", [False, True])
@@ -95,7 +103,7 @@ def test_a_broken_invariant_of_one_requests_rows_ends_its_recording_alone(
 def test_a_broken_invariant_of_the_engines_own_state_ends_it(tiny, prompt):
     engine = Engine(tiny("qwen3"))
     engine.submit(Request("a", prompt(4), 4))
-    engine._receive_all([])
+    engine._receive()
     next(iter(engine._scheduler.waiting)).kv.pages.append(0)  # a page that nobody gave it
     with pytest.raises(AssertionError):
         engine.step()
@@ -154,17 +162,3 @@ def test_a_device_that_breaks_while_rows_leave_it_ends_the_engine(tiny, prompt, 
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.generate([request])
-
-
-def test_a_device_without_memory_does_not(tiny, prompt):
-    engine = Engine(tiny("qwen3"))
-
-    def fails(*_):
-        raise torch.AcceleratorError("CUDA error: out of memory")
-
-    hook = engine.model.hf.register_forward_pre_hook(fails)
-    try:
-        (failed,) = engine.generate([Request("a", prompt(4), 2)])
-    finally:
-        hook.remove()
-    assert (failed.reason, failed.code) == ("error", "out_of_memory")

@@ -68,20 +68,6 @@ def test_an_end_token_ends_the_text_unless_it_is_to_be_ignored(tiny, ending_prom
     assert list(went_on.tokens[: len(stopped.tokens)]) == list(stopped.tokens)
 
 
-def test_a_stop_string_ends_the_request_with_its_text_before_it(demo, drain, endings):
-    ids = demo.tokenizer("Tom has 3 apples and")["input_ids"]
-    (whole,) = Engine(demo).generate([Request("whole", ids, 20, ignore_eos=True)])
-    text = demo.tokenizer.decode(whole.tokens, skip_special_tokens=True)
-    stop = text[1:3]
-    engine = Engine(demo)
-    engine.submit(Request("stops", ids, 20, stop=(stop,), ignore_eos=True))
-    events = drain(engine)
-    assert "".join(event.text for event in events if isinstance(event, Delta)) == text[: text.index(stop)]
-    finished = endings(events)["stops"]
-    assert finished.reason == "stop"
-    assert list(finished.tokens) == list(whole.tokens[: len(finished.tokens)])
-
-
 def test_no_forward_takes_more_prompt_tokens_than_set(tiny, prompt, capturing):
     model, sizes = tiny("qwen3"), []
     hook = model.hf.get_input_embeddings().register_forward_pre_hook(lambda _, args: sizes.append(args[0].numel()))

@@ -214,7 +214,8 @@ def test_a_request_that_loses_its_slot_has_each_tokens_lens_once(tiny, prompt, d
     monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)  # so that they come to want more than there is
     model = tiny("qwen3", num_hidden_layers=2, max_position_embeddings=256)
     sizes = [(62, 90), (58, 80)]
-    requests = [asking(model, str(i), prompt(length), new, logprobs=20) for i, (length, new) in enumerate(sizes)]
+    lens = lens_of(model)._replace(prompt=Tokens(0, 58))
+    requests = [asking(model, str(i), prompt(n), new, lens=lens, logprobs=20) for i, (n, new) in enumerate(sizes)]
     requests.append(replace(requests[1], id="at once", streamed=False))
     tight = Engine(model, kv_bytes=208 * KvMemory(model, 1, kv_bytes=1).position_bytes)
     for request in requests:
@@ -223,6 +224,7 @@ def test_a_request_that_loses_its_slot_has_each_tokens_lens_once(tiny, prompt, d
     assert tight.statistics.preempted > 0
     done = endings(events)
     for request in requests:
+        assert [position for position, _ in done[request.id].prompt_lens] == [*range(58)]
         rest = done[request.id].rest
         check(model, [*events, *([rest] if rest else [])], request, done[request.id])
 
@@ -359,17 +361,3 @@ def test_each_layer_ranks_what_the_last_layer_puts_first(tiny, prompt, endings, 
             assert want[-1, position, token] == pytest.approx(want[-1, position].max().item(), abs=CLOSE)
             assert logprob == pytest.approx(row[token].item(), abs=CLOSE)
             assert int((row > row[token] + CLOSE).sum()) < rank <= int((row > row[token] - CLOSE).sum()) + 1
-
-
-def test_a_prompt_that_is_run_again_is_read_once(tiny, prompt, endings, drain, monkeypatch):
-    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)  # so that they come to want more than there is
-    model = tiny("qwen3", num_hidden_layers=2, max_position_embeddings=256)
-    lens = lens_of(model)._replace(prompt=Tokens(0, 60))
-    requests = [asking(model, str(i), prompt(60, i), 90, lens=lens) for i in range(2)]
-    tight = Engine(model, kv_bytes=208 * KvMemory(model, 1, kv_bytes=1).position_bytes)
-    for request in requests:
-        tight.submit(request)
-    done = endings(drain(tight))
-    assert tight.statistics.preempted > 0
-    for end in done.values():
-        assert [position for position, _ in end.prompt_lens] == [*range(60)]

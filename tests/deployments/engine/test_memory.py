@@ -113,7 +113,7 @@ def test_what_an_interrupted_call_began_is_gone_before_the_next(tiny, prompt, mo
     engine = Engine(tiny("qwen3"))
     both = [Request("a", prompt(5), 3), Request("b", prompt(7), 3)]
     with monkeypatch.context() as patched:
-        patched.setattr("deployments.engine.engine.choose", interrupt)
+        patched.setattr("deployments.engine.output_processor.choose", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(both)
     (again,) = engine.generate([Request("a", prompt(5), 3, ignore_eos=True)])
@@ -168,7 +168,7 @@ def test_no_memory_for_the_draw_costs_no_request_and_no_row_twice(
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
         return choose(*args)
 
-    monkeypatch.setattr("deployments.engine.engine.choose", short_of_memory_once)
+    monkeypatch.setattr("deployments.engine.output_processor.choose", short_of_memory_once)
     engine = Engine(model, prefill_tokens=prefill_tokens)  # some chunks end right before a token that was recorded
     for request, tokens, done in zip(requests, want, engine.generate(requests), strict=True):
         assert (done.error, list(done.tokens)) == (None, tokens)
@@ -193,7 +193,3 @@ def test_of_prompts_that_find_no_memory_together_none_is_refused(tiny, prompt, m
     monkeypatch.setattr(Model, "forward", room_for_three)
     done = Engine(model).generate(requests)
     assert [(one.error, list(one.tokens)) for one in done] == [(None, tokens) for tokens in want]
-
-
-def test_the_pages_of_keys_and_values_are_there_before_the_first_forward(tiny):
-    assert Engine(tiny("qwen3")).cache.page_bytes

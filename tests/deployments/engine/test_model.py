@@ -13,20 +13,17 @@ from deployments.model.packing import UnsupportedModelError
 
 
 @pytest.mark.parametrize(
-    ("architecture", "reason"),
+    ("architecture", "context", "reason"),
     [
-        ("phi3_longrope", "with a context of 32"),  # the longest row would turn all rows' positions
+        ("phi3_longrope", 64, "with a context of 32"),  # the longest row would turn all rows' positions
+        ("mamba", None, "its layers keep a recurrent"),
+        ("qwen3_next", None, "its layers keep a recurrent"),
+        ("bloom", None, "context"),  # it states none
     ],
 )
-def test_what_cannot_be_served_exactly_is_refused_at_load(architecture, reason, build, byte_tokenizer):
+def test_what_cannot_be_served_exactly_is_refused_at_load(architecture, context, reason, build, byte_tokenizer):
     with pytest.raises(UnsupportedModelError, match=reason):
-        Model(build(architecture), byte_tokenizer, architecture, context=64)
-
-
-@pytest.mark.parametrize("architecture", ["mamba", "qwen3_next"])
-def test_a_recurrent_model_is_refused_at_load_with_the_reason(architecture, build, byte_tokenizer):
-    with pytest.raises(UnsupportedModelError, match="its layers keep a recurrent"):
-        Model(build(architecture), byte_tokenizer, architecture)
+        Model(build(architecture), byte_tokenizer, architecture, context=context)
 
 
 @pytest.mark.parametrize("architecture", ["falcon_parallel", "falcon_alibi", "bloom", "gpt_neo"])
@@ -52,11 +49,6 @@ def test_windows_are_the_models_own_though_the_probe_is_shorter(
     for request, finished in zip(requests, Engine(model, prefill_tokens=16).generate(requests), strict=True):
         want = lone_values(model, [*request.prompt, *finished.tokens], request.points)
         torch.testing.assert_close(finished.captured.values, want, rtol=1e-3, atol=1e-3)
-
-
-def test_a_model_without_a_stated_context_is_refused_until_one_is_given(build, byte_tokenizer):
-    with pytest.raises(UnsupportedModelError, match="context"):
-        Model(build("bloom"), byte_tokenizer, "bloom")
 
 
 def test_length_dependent_rotary_embeddings_are_served_within_their_first_regime(

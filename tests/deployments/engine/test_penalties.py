@@ -79,35 +79,13 @@ def test_a_prompt_id_that_the_head_cannot_give_is_not_penalized():
     assert choose(torch.ones(1, VOCABULARY, device=DEVICE), [having_said(request, [])]).failed == {}
 
 
-def generated(model, prompt, new, **settings):
-    """Greedy tokens of transformers' generate with its own processors."""
-    ids = torch.tensor([prompt], device=model.device)
-    out = model.hf.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=new,
-        eos_token_id=sorted(model.eos),
-        pad_token_id=0,
-        **settings,
-    )
-    return out[0, len(prompt) :].tolist()
-
-
-def test_greedy_tokens_with_penalty_bias_and_min_tokens_equal_generate(tiny, prompt, ending_prompt):
+def test_greedy_tokens_with_penalty_bias_and_min_tokens_equal_generate(tiny, prompt, ending_prompt, alone):
     model = tiny("qwen3")
     prompts = [ending_prompt, *(prompt(length) for length in (3, 9, 20))]
     bias = {17: 3.0, 40: -5.0, 2: 1.5}
+    sequence_bias = [[[id], value] for id, value in bias.items()]
     wants = [
-        generated(
-            model,
-            ids,
-            30,
-            repetition_penalty=1.3,
-            min_new_tokens=12,
-            sequence_bias=[[[id], value] for id, value in bias.items()],
-        )
-        for ids in prompts
+        alone(model, ids, 30, repetition_penalty=1.3, min_new_tokens=12, sequence_bias=sequence_bias) for ids in prompts
     ]
     asked = Sampling(0.0, repetition_penalty=1.3, logit_bias=bias, min_tokens=12)
     done = Engine(model).generate([Request(str(i), ids, 30, asked) for i, ids in enumerate(prompts)])
@@ -152,6 +130,7 @@ def test_settings_that_leave_no_token_end_their_row_alone():
         (Request("a", [3], 4, Sampling(min_tokens=5)), "min_tokens"),
         (Request("a", [3], 4, logprobs=21), "logprobs"),
         (Request("a", [3], 4, logprobs=-1), "logprobs"),
+        (Request("a", [3], 0, prompt_logprobs=21), "prompt_logprobs"),
     ],
 )
 def test_settings_that_the_model_cannot_meet_are_refused_by_their_field(request_, field, tiny):

@@ -7,7 +7,6 @@ from deployments.engine.decoding import prompt_logprobs
 from deployments.engine.decoding.prompt_logprobs import PromptScores
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, PromptLogprobs, Request
-from deployments.errors import RequestError
 from deployments.model.model import Model
 
 
@@ -141,9 +140,3 @@ def test_a_token_that_the_head_does_not_know_is_impossible():
     first, second = scores.read(torch.zeros(2, 4))
     assert first.logprob == pytest.approx(-1.3863, abs=1e-4)
     assert second.logprob == float("-inf")
-
-
-def test_more_likeliest_tokens_than_are_ranked_are_refused(tiny):
-    with pytest.raises(RequestError) as refused:
-        Engine(tiny("qwen3")).check(Request("", [3, 4], 0, prompt_logprobs=21))
-    assert refused.value.field == "prompt_logprobs"

@@ -192,13 +192,6 @@ def test_another_seed_gives_other_tokens_and_no_seed_gives_any(tiny, prompt):
     assert len(texts) == 4
 
 
-def test_greedy_and_sampled_requests_share_a_batch(tiny, prompt, alone, same_greedy):
-    model = tiny("qwen3")
-    requests = [Request("warm", prompt(5), 10, Sampling(2.0)), Request("cold", prompt(5), 10)]
-    _, cold = Engine(model).generate(requests)
-    assert same_greedy(model, prompt(5), cold.tokens, alone(model, prompt(5), 10))
-
-
 def test_tokens_of_a_request_follow_the_models_distribution(tiny, prompt):
     model = tiny("qwen3")
     with torch.inference_mode():

@@ -61,7 +61,7 @@ def with_pages(model, pages, **options):
 
 def spoil(engine):
     """Have nothing finite in pages that nobody holds or may come to share."""
-    for layer in engine.cache._layers.values():
+    for layer in engine._memory.cache._layers.values():
         for part in layer:
             part[engine._memory._free] = torch.nan
 

@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.facts import RunEnd
-from deployments.activations.reader.loading import load
-from deployments.activations.segments.packing import Packed
+from deployments.activations.reader.loading import read_run
+from deployments.activations.segments.schema import Packed
 from deployments.engine.request import GREEDY, Sampling
 from deployments.job import Job
 from deployments.messages import End, Refusal
@@ -99,7 +99,7 @@ class Patching:
         """What a request recorded."""
         end = self.ask(*args, **fields)
         assert isinstance(end, End), end
-        return load(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
+        return read_run(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
 
     def refusal(self, *interventions: dict[str, Any], **fields: Any) -> tuple[str | None, str, str]:
         refused = self.ask(CORRUPTED, *interventions, **fields)
@@ -258,7 +258,7 @@ def test_each_prompt_of_a_request_gets_the_rows(plain):
     clean = plain.run(CLEAN)
     end = plain.ask([], replaced(clean, "layers.3.output", "prompt_last"), prompts=[CLEAN, CORRUPTED])
     assert isinstance(end, End)
-    found = load(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
+    found = read_run(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
     assert torch.equal(found["layers.3.output"][6], clean["layers.3.output"][6])
 
 
@@ -385,7 +385,7 @@ def test_each_variant_is_a_choice_as_if_it_were_asked_alone(plain):
     ends = sorted((one for one in messages if isinstance(one, End)), key=lambda end: end.index)
     assert [end.index for end in ends] == [*range(len(variants))]
     for end, variant in zip(ends, variants, strict=True):
-        stored = load(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
+        stored = read_run(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
         alone = plain.run(CORRUPTED, base, *variant, sampling=sampling)
         assert stored.token_ids.tolist() == alone.token_ids.tolist()
         assert len(stored.facts.interventions) == 1 + len(variant)
@@ -412,7 +412,7 @@ def test_a_vector_in_units_of_the_norm_is_as_long_as_the_scale_says_and_the_norm
     vector = torch.randn(part(base).shape[-1], generator=torch.Generator().manual_seed(0))
     add = {"op": "add", "point": point, "vector": vector.tolist(), "scale": -0.5, "unit": "residual_norm"} | more
     end = plain.ask(CLEAN, add | {"tokens": "prompt_last"}, max_tokens=0, capture={"points": [point]})
-    got = load(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)[point]
+    got = read_run(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)[point]
     norms = part(base)[-1:].norm(dim=-1, keepdim=True)
     torch.testing.assert_close(part(got)[-1:], part(base)[-1:] - 0.5 * norms * vector / vector.norm())
     assert torch.equal(got[:-1], base[:-1])
@@ -421,11 +421,25 @@ def test_a_vector_in_units_of_the_norm_is_as_long_as_the_scale_says_and_the_norm
     assert told.norm == pytest.approx(float(norms.mean()), rel=1e-5)
 
 
+def test_units_of_the_norm_leave_the_first_token_as_it_is_unless_it_is_named(plain):
+    """And outliers among the changed rows are counted: the first token's row is made 100 times as long."""
+    point = "layers.2.output"
+    longer = {"op": "scale", "point": point, "factor": 100.0, "tokens": {"positions": [0]}}
+    add = {"op": "add", "point": point, "vector": [1.0] * 192, "unit": "residual_norm"}
+    base = plain.run(CLEAN, longer, max_tokens=0, capture={"points": [point]})[point]
+    for more, first, outliers in (({}, 1, 0), ({"tokens": "all"}, 0, 1), ({"tokens": {"from": 2}}, 2, 0)):
+        end = plain.ask(CLEAN, longer, add | more, max_tokens=0, capture={"points": [point]})
+        run = read_run(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
+        assert (run[point] != base).any(dim=1).nonzero().flatten().tolist() == [*range(first, len(CLEAN))]
+        assert end.norms[0].outliers == outliers
+    assert plain.refusal(add | {"tokens": {"from": 999}})[0] == "interventions[0].tokens"
+
+
 def test_each_choice_has_the_norms_of_its_own_rows(plain):
     add = {"op": "add", "point": "layers.2.output", "vector": [1.0] * 192, "unit": "residual_norm", "scale": 0.0}
     asked = plain.job(CLEAN, add | {"tokens": "generated"}, n=2, sampling=Sampling(temperature=2.0, seed=1))
     messages = asyncio.run(plain._replica.complete(asked))
     for end in (message for message in messages if isinstance(message, End)):
-        stored = load(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
+        stored = read_run(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
         rows = stored["layers.2.output"][len(CLEAN) :]
         assert end.norms[0].norm == pytest.approx(float(rows.norm(dim=-1).median()), rel=1e-4)

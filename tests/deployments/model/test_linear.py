@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from deployments.model import linear
+from deployments.model import fast_layers
+from deployments.model.fast_layers import SIZES, Switch, replace_linear_layers
 from deployments.model.kv_cache import PagedCache, SequenceKv, TokenSpan
-from deployments.model.linear import SIZES, replace_linear_layers
 from deployments.model.packing import relative_error
-from deployments.model.switch import Switch
 from deployments.tiles import TILE
 
-pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not linear.AVAILABLE, reason="oneDNN is not used here")]
+pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not fast_layers.AVAILABLE, reason="oneDNN is not used here")]
 ROWS = (0, 1, 3, 32, 100, SIZES[-1], SIZES[-1] + 1, 3 * SIZES[-1] - 5)
 
 
@@ -47,7 +46,7 @@ def test_values_are_those_of_the_module_and_a_tile_has_the_same_bits_without_mem
     plain, poor = copy.deepcopy(module), copy.deepcopy(module)
     switch = Switch()
     replace_linear_layers(module, "m", switch)
-    monkeypatch.setattr(linear, "SHARE", 0)
+    monkeypatch.setattr(fast_layers, "SHARE", 0)
     replace_linear_layers(poor, "m", switch)
     for rows in ROWS:
         x = torch.randn(rows, 96, dtype=dtype)[None, :, ::2]  # not contiguous

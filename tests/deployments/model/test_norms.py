@@ -11,10 +11,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from deployments.model import norms
+from deployments.model import fast_layers
+from deployments.model.fast_layers import Switch, replace_rms_norms
 from deployments.model.native import rms_norm_kernel
-from deployments.model.norms import replace_rms_norms
-from deployments.model.switch import Switch
 
 pytestmark = [
     pytest.mark.cpu,
@@ -83,8 +82,8 @@ def test_values_are_those_of_the_module_and_each_rows_bits_the_same_in_any_compa
 @pytest.mark.parametrize("make", [LlamaRMSNorm, Gemma2RMSNorm, Olmo2RMSNorm, lambda size: nn.RMSNorm(size, 1e-5)])
 def test_on_a_gpu_torchs_own_norm_stands_in(make, dtype, monkeypatch):
     """Its functions run on a CPU, too."""
-    monkeypatch.setattr(norms, "rms_norm_kernel", lambda _: None)
-    monkeypatch.setattr(norms, "_candidates", lambda module: [norms._by_torch(module, kind) for kind in norms.KINDS])
+    by_torch = lambda module: [fast_layers._by_torch(module, kind) for kind in fast_layers.KINDS]  # noqa: E731
+    monkeypatch.setattr(fast_layers, "_candidates", by_torch)
     test_values_are_those_of_the_module_and_each_rows_bits_the_same_in_any_company(make, dtype)
 
 

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from deployments.demo_model import WEIGHTS
-from deployments.model import revision
-from deployments.model.revision import revision_of
+from deployments.model import load
+from deployments.model.load import revision_of
 
 COMMIT = "8f3ec5a1b0c24f6d9e7a1b2c3d4e5f60718293a4"
 
@@ -45,8 +45,8 @@ def test_one_byte_makes_another_revision(copied, name):
 
 
 def test_of_a_large_file_pieces_count_from_its_first_byte_to_its_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(revision, "PIECE_BYTES", 4)
-    monkeypatch.setattr(revision, "PIECES", 3)
+    monkeypatch.setattr(load, "PIECE_BYTES", 4)
+    monkeypatch.setattr(load, "PIECES", 3)
     file = tmp_path / "model.safetensors"
 
     def of(data):

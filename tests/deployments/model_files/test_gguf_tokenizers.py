@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from deployments.model_files.gguf_tokenizers import tokenizer_of
+from deployments.model_files.gguf import tokenizer_of
 from tests.deployments.model_files.gguf_writing import vocabulary, write
 
 TEXTS = st.text(alphabet=st.sampled_from("the cat's hat; 1289²½٣٤ \n\té漢🙂"), max_size=30) | st.text(max_size=20)

@@ -70,11 +70,6 @@ def test_a_gguf_file_is_named_by_its_absolute_path_alone(tmp_path, monkeypatch, 
     assert (refused.value.code, refused.value.status) == ("model_not_found", 404)
 
 
-def test_a_gguf_file_that_is_not_there_is_not_asked_of_the_hub(tmp_path):
-    with pytest.raises(LoadError, match=f"there is no file {tmp_path}/none.gguf"):
-        source(str(tmp_path / "none.gguf"))
-
-
 def test_a_converted_file_has_no_name_that_a_client_may_send(tmp_path):
     from pydantic import ValidationError
 

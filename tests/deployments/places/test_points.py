@@ -143,10 +143,6 @@ def test_default_points_are_both_norms_at_a_third_a_half_and_two_thirds_of_the_d
     assert points.default_names() == names(points)
 
 
-def test_a_star_is_every_layer(llama):
-    assert names(llama, points=["layers.*.output"]) == [f"layers.{i}.output" for i in range(3)]
-
-
 @pytest.mark.parametrize("name", ["layers.-1.output", "layers[-1].output", "layers[2].output", "layers.2.output"])
 def test_indices_count_from_either_end_and_come_in_brackets_too(name, llama):
     assert names(llama, points=[name]) == ["layers.2.output"]
@@ -175,6 +171,7 @@ def test_layers_by_sites_gives_every_pair(llama):
     assert names(llama, layers="all", sites=["output"]) == [f"layers.{i}.output" for i in range(3)]
     assert names(llama, layers=[1]) == [f"layers.1.{site}" for site in SITES]
     assert names(llama, sites=["output"]) == ["layers.1.output", "layers.2.output"]
+    assert names(llama, layers=[1], sites=["resid_pre", "resid_post"]) == ["layers.1.input", "layers.1.output"]
 
 
 def test_points_and_layers_add_up_and_a_point_named_twice_is_one(llama):
@@ -250,6 +247,7 @@ def test_the_last_feature_may_be_asked_for(llama):
         ("layers[-1].mlp", "layers.2.mlp.output, layers.2.mlp.input"),
         ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj.output"),
         ("layers.2.outptu", "layers.2.output"),
+        ("resid_pos", "nearest names are resid_post"),
     ],
 )
 def test_a_name_that_is_nothing_gets_the_nearest_names(name, nearest, llama):
@@ -318,8 +316,3 @@ def test_any_string_is_a_point_or_a_refusal(tiny, name):
 def test_names_of_transformer_lens_are_points_by_this_projects_names(name, meant, llama):
     assert [point.name for point in llama.resolve(Capture(points=[name]))] == meant
     assert [point.name for point in llama.named(name, "point")] == meant
-
-
-def test_sites_may_have_names_of_transformer_lens(llama):
-    found = llama.resolve(Capture(layers=[1], sites=["resid_pre", "resid_post"]))
-    assert [point.name for point in found] == ["layers.1.input", "layers.1.output"]

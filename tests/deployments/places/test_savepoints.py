@@ -60,11 +60,6 @@ def test_what_is_not_one_point_is_refused_by_its_field(points, savepoints, field
     assert refused.value.field == field
 
 
-def test_a_misspelt_short_name_gets_the_nearest_one(points):
-    with pytest.raises(RequestError, match="nearest names are resid_post"):
-        points.resolve(Capture(points=["resid_pos"]))
-
-
 def test_a_savepoint_is_among_the_nearest_names(points):
     points.name([Savepoint(name="resid8", selector="norm.output")])
     with pytest.raises(RequestError, match="resid8"):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from deployments.places.structure import structure
+from deployments.places.points import structure
 from deployments.points.capture import Capture
 
 SOME = ["qwen3", "qwen3_moe", "gpt2", "gpt_neox", "gemma2", "opt", "olmo2", "falcon_parallel"]

@@ -36,19 +36,13 @@ PROMPT, TOTAL = 5, 8
         ({"prompt_last": 2}, [3, 4]),
         ({"positions": [6, 0, 6]}, [0, 6]),
         ({"positions": [3, 2]}, [2, 3]),
+        ({"from": 2, "to": 5}, [2, 3, 4]),
+        ({"from": 2, "to": 9}, range(2, 8)),
+        ({"from": 1}, range(1, 8)),
     ],
 )
 def test_each_choice_means_these_tokens(choice, positions):
     assert [*resolve(CHOICE.validate_python(choice), PROMPT, "tokens").of(TOTAL)] == [*positions]
-
-
-def unread():
-    raise AssertionError("the text was read")
-
-
-def test_a_window_is_its_positions_up_to_before_its_end():
-    assert placed(CHOICE.validate_python({"from": 2, "to": 5}), unread, "tokens").positions == [2, 3, 4]
-    assert as_json("from:0,to:64") == {"from": 0, "to": 64}
 
 
 @pytest.mark.parametrize("window", [{"from": 5, "to": 5}, {"from": -1, "to": 2}, {"from": 0, "to": 65537}, {"to": 3}])
@@ -118,8 +112,10 @@ def test_commands_write_them_so():
     assert parse("prompt_last") == "prompt_last"
     assert parse("last:3").last == 3
     assert parse("positions:4,1").positions == [4, 1]
+    assert as_json("from:0,to:64") == {"from": 0, "to": 64}
+    assert as_json("from:1") == {"from": 1}
     assert parse("text:the end") == TextPiece(text="the end")
-    for wrong in ("first", "last:x", "positions:1,x", "from:3", "from:3,to:3", "text:"):
+    for wrong in ("first", "last:x", "positions:1,x", "from:x", "from:3,to:3", "text:"):
         with pytest.raises(ValueError, match="prompt_last:K"):
             parse(wrong)
 

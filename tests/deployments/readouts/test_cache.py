@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from deployments.accounts import OPERATOR
 from deployments.errors import RequestError
-from deployments.readouts.cache import NamedReadout, ReadoutCache
+from deployments.readouts.resolver import NamedReadout, ReadoutCache
 
 HIDDEN = 64
 

@@ -59,20 +59,6 @@ def test_each_owner_has_names_of_their_own(tmp_path: Path) -> None:
     assert again.get("truth", ANN)
 
 
-def test_a_full_table_says_so(tmp_path: Path) -> None:
-    files = ReadoutFiles(tmp_path)
-    size = files.put(probe(), None, ROOM)["bytes"]
-    with pytest.raises(RequestError, match="delete some") as refused:
-        files.put(probe("another"), None, size + 1)
-    assert refused.value.code == "readout_store_full"
-
-
-def test_a_file_that_is_none_is_passed_over(tmp_path: Path) -> None:
-    ReadoutFiles(tmp_path).put(probe(), None, ROOM)
-    (tmp_path / ".readouts" / "broken.safetensors").write_bytes(b"nothing")
-    assert [one["name"] for one in ReadoutFiles(tmp_path).list(10, None)] == ["truth"]
-
-
 def test_a_start_reads_no_values_of_what_was_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = ReadoutFiles(tmp_path).put(probe(), None, ROOM)
 

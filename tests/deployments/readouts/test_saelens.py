@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder
 from saes_by_hand import sae
 
 from deployments.errors import RequestError
-from deployments.readouts.saelens import read
+from deployments.readouts.files import read_saelens
 
 CONFIG = {
     "architecture": "jumprelu",
@@ -35,7 +35,7 @@ def saved(directory: Path, activation: str = "jumprelu", **config: Any) -> Path:
 
 
 def test_a_directory_is_read(tmp_path: Path) -> None:
-    spec, tensors = read(saved(tmp_path))
+    spec, tensors = read_saelens(saved(tmp_path))
     assert spec == {
         "kind": "sae",
         "activation": "jumprelu",
@@ -50,7 +50,7 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
 def test_one_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     more = {"architecture": "standard", "activation_fn": "topk", "activation_fn_kwargs": {"k": 7}, "metadata": None}
     more |= {"hook_name": "blocks.0.hook_mlp_out", "model_name": "gpt2"}
-    spec, _ = read(saved(tmp_path, "topk", **more))
+    spec, _ = read_saelens(saved(tmp_path, "topk", **more))
     assert (spec["activation"], spec["k"], spec["point"]) == ("topk", 7, "layers.0.mlp.output")
 
 
@@ -74,18 +74,18 @@ def test_one_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 )
 def test_what_can_be_no_readout_is_refused_by_name(tmp_path: Path, config: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match=".") as refused:
-        read(saved(tmp_path, **config))
+        read_saelens(saved(tmp_path, **config))
     assert refused.value.field == field
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cfg.json").write_text(json.dumps(CONFIG))
     with pytest.raises(RequestError, match="is not a SAELens directory"):
-        read(tmp_path)
+        read_saelens(tmp_path)
 
 
 def test_every_dtype_is_taken(tmp_path: Path) -> None:
     saved(tmp_path)
     half = {name: tensor.to(torch.bfloat16) for name, tensor in load(sae(8, 16, "jumprelu")).items()}
     save_file(half, tmp_path / "sae_weights.safetensors")
-    assert read(tmp_path)[1]["W_enc"].dtype == torch.bfloat16
+    assert read_saelens(tmp_path)[1]["W_enc"].dtype == torch.bfloat16

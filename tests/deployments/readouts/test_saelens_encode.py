@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from deployments.readouts.files import define
-from deployments.readouts.saelens import read
+from deployments.readouts.files import define, read_saelens
 from deployments.readouts.values import Readout
 
 PYTHON = os.environ.get("SAELENS_PYTHON")
@@ -70,7 +69,7 @@ def test_features_equal_saelens_own(tmp_path: Path) -> None:
     done = subprocess.run([PYTHON, "-c", ENCODE, *map(str, places)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     for place, case in zip(places, CASES, strict=True):
-        spec, tensors = read(place)
+        spec, tensors = read_saelens(place)
         readout = Readout(define(save(tensors), spec | {"name": "sae"}), torch.device("cpu"))
         recorded = load_file(place / "rows.safetensors")
         got = readout.encode(recorded["rows"])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BloomConfig
 from benchmarks.common.measured_models import tokenizer
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
-from deployments.model.revision import revision_of
+from deployments.model.load import revision_of
 from deployments.options import Options
 from deployments.replica.engine_loading import _sharing, description, load_engine
 
@@ -103,11 +103,6 @@ def test_a_replica_without_the_gpu_that_it_was_given_says_so_before_it_looks_for
 def test_a_directory_where_the_replica_runs_is_no_model_by_its_relative_path(tmp_path, monkeypatch, alibi):
     monkeypatch.chdir(tmp_path)
     assert refused(model=alibi) == (404, "model_id", "model_not_found")
-
-
-def test_a_models_directory_has_to_be_absolute():
-    with pytest.raises(ValueError, match="models_dir"):
-        Options(models_dir="here")
 
 
 def test_replicas_of_one_machine_divide_the_memory_for_keys_and_values(monkeypatch):

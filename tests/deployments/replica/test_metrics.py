@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from deployments.job import Job
-from deployments.messages import End, Refusal
+from deployments.messages import End, Piece, Refusal
 from deployments.replica.metrics import RequestMeter
 
 
 def end(index: int, prompt_tokens: int = 7) -> End:
-    return End(index, "stop", prompt_tokens, 3)
+    return End(Piece(index), "stop", prompt_tokens, 3)
 
 
 def test_prompt_tokens_count_once_for_all_choices_of_a_prompt():

@@ -23,10 +23,23 @@ Replica = ModelReplica.func_or_class  # the class beneath the deployment
 
 
 @pytest.fixture
-def replica():
-    made = Replica(Options(dtype="float32", threads=1), store=object())
-    yield made
-    made.__del__()
+def serve():
+    """`serve(**options)`: a replica; at the end of the test it ends its thread."""
+    made = []
+
+    def replica(**options):
+        made.append(Replica(Options(dtype="float32", threads=1, **options), store=object()))
+        return made[-1]
+
+    yield replica
+    for each in made:
+        each.__del__()
+        assert not each._thread.is_alive()
+
+
+@pytest.fixture
+def replica(serve):
+    return serve()
 
 
 def held(replica):
@@ -151,28 +164,28 @@ def test_a_requests_memory_is_in_the_log_whether_its_client_waits_or_goes(replic
     assert "cancelled" in said["left"]
 
 
-def test_a_capture_beyond_the_limit_is_refused_with_the_numbers():
-    small = Replica(Options(dtype="float32", threads=1, max_capture_bytes=1000), store=object())
-    refused = asyncio.run(small.complete(job(capture=Capture(points=["layers.*.output"]))))[-1]
+def test_a_capture_whose_choices_are_together_beyond_the_limit_is_refused_with_the_numbers(serve):
+    small = serve(max_capture_bytes=192 * 4 * 9)
+    one = job(capture=Capture(**{"points": ["norm.output"], "tokens": "generated", "return": "inline"}))
+    assert isinstance(asyncio.run(small.complete(one))[-1], End)
+    refused = asyncio.run(small.complete(dataclasses.replace(one, n=3)))[-1]
     assert (refused.field, refused.code) == ("capture", "capture_too_large")
-    assert "1000" in refused.message
-    small.__del__()
+    assert str(192 * 4 * 9) in refused.message
 
 
-def test_an_inline_answer_counts_the_rows_it_returns(monkeypatch):
+def test_an_inline_answer_counts_the_rows_it_returns(monkeypatch, serve):
     monkeypatch.setattr(runs, "MOST_INLINE_VALUES", 192 * 8)
-    tight = Replica(Options(dtype="float32", threads=1), store=object())
+    tight = serve()
     inline = {"points": ["norm.output"], "return": "inline"}
     few = job(max_tokens=100, capture=Capture(**inline, tokens="prompt"))
     assert isinstance(asyncio.run(tight.complete(few))[-1], End)
     many = job(max_tokens=100, capture=Capture(**inline))
     assert asyncio.run(tight.complete(many))[-1].field == "capture.return"
-    tight.__del__()
 
 
-def test_a_stuck_engine_fails_the_health_check(monkeypatch):
+def test_a_stuck_engine_fails_the_health_check(monkeypatch, serve):
     monkeypatch.setattr("deployments.replica.replica.STUCK_AFTER_S", 0.01)
-    replica = Replica(Options(dtype="float32", threads=1), store=object())
+    replica = serve()
     entered, go_on = held(replica)
 
     def unhealthy() -> bool:
@@ -190,11 +203,10 @@ def test_a_stuck_engine_fails_the_health_check(monkeypatch):
         return await waiting
 
     assert isinstance(asyncio.run(ask())[-1], End)
-    replica.__del__()
 
 
-def test_a_job_past_its_time_gets_504_and_frees_its_slot():
-    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=2), store=object())
+def test_a_job_past_its_time_gets_504_and_frees_its_slot(serve):
+    replica = serve(request_timeout_s=2)
 
     async def ask():
         whole = await replica.complete(job(max_tokens=4000, ignore_eos=True))
@@ -208,11 +220,10 @@ def test_a_job_past_its_time_gets_504_and_frees_its_slot():
     assert (whole.status, whole.code) == (504, "timeout")
     assert last == whole
     assert pieces
-    replica.__del__()
 
 
-def test_a_job_that_no_forward_took_in_its_time_says_so():
-    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=3), store=object())
+def test_a_job_that_no_forward_took_in_its_time_says_so(serve):
+    replica = serve(request_timeout_s=3)
     entered, go_on = held(replica)
 
     async def both():
@@ -223,11 +234,10 @@ def test_a_job_that_no_forward_took_in_its_time_says_so():
         return [(refusal.status, refusal.code) for *_, refusal in ended]
 
     assert asyncio.run(both()) == [(504, "timeout"), (504, "not_started")]
-    replica.__del__()
 
 
-def test_more_requests_than_places_get_429_and_one_that_is_too_large_for_them_400():
-    full = Replica(Options(dtype="float32", threads=1, max_running=1, max_queued=1), store=object())
+def test_more_requests_than_places_get_429_and_one_that_is_too_large_for_them_400(serve):
+    full = serve(max_running=1, max_queued=1)
 
     async def both():
         first = full.stream(job(n=2, max_tokens=4000, ignore_eos=True))
@@ -241,22 +251,6 @@ def test_more_requests_than_places_get_429_and_one_that_is_too_large_for_them_40
     refused, never = asyncio.run(both())
     assert (refused.status, refused.code) == (429, "server_busy")
     assert (never.status, never.field) == (400, "n")
-    full.__del__()
-
-
-def test_all_choices_of_a_request_count_against_the_capture_limit():
-    small = Replica(Options(dtype="float32", threads=1, max_capture_bytes=192 * 4 * 9), store=object())
-    one = job(capture=Capture(**{"points": ["norm.output"], "tokens": "generated", "return": "inline"}))
-    assert isinstance(asyncio.run(small.complete(one))[-1], End)
-    many = dataclasses.replace(one, n=3)
-    assert asyncio.run(small.complete(many))[-1].code == "capture_too_large"
-    small.__del__()
-
-
-def test_a_replica_that_goes_ends_its_thread():
-    gone = Replica(Options(dtype="float32", threads=1), store=object())
-    gone.__del__()
-    assert not gone._thread.is_alive()
 
 
 def test_texts_to_tokenize_keep_no_generation_waiting_and_too_many_get_429(replica):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.activations.facts import RunEnd, StoredRun, StoreError
-from deployments.replica import run_calls
-from deployments.replica.run_calls import CALLS, MOST_RUNS, RunCalls
+from deployments.activations.facts import RunEnd, RunLocation, StoreError
+from deployments.replica import runs as run_sending
+from deployments.replica.runs import CALLS, MOST_RUNS, RunCalls
 
 
 class Store:
@@ -27,7 +27,7 @@ class Store:
         await self.goes.wait()
         if self.ended:
             raise StoreError("the store ended")
-        return [StoreError("no room") if run == "bad" else StoredRun(run, "s", {}, 1) for run in runs]
+        return [StoreError("no room") if run == "bad" else RunLocation(run, {}, 1) for run in runs]
 
 
 async def sent(calls, *names):
@@ -47,9 +47,9 @@ def test_runs_that_wait_go_together_and_one_that_is_refused_or_cancelled_harms_n
         store.goes.set()
         results = await asyncio.gather(*first, *rest, return_exceptions=True)
         assert [len(call) for call in store.calls] == [1] * CALLS + [MOST_RUNS, 3]
-        wrong = [str(result) for result in results if not isinstance(result, StoredRun)]
+        wrong = [str(result) for result in results if not isinstance(result, RunLocation)]
         assert wrong == ["no room", ""]
-        named = [result.run_id for result in results if isinstance(result, StoredRun)]
+        named = [result.run_id for result in results if isinstance(result, RunLocation)]
         assert named == [*(f"first{i}" for i in range(CALLS)), "a", *(f"more{i}" for i in range(MOST_RUNS))]
         assert (await (await sent(calls, "later"))[0]).run_id == "later"
 
@@ -57,7 +57,7 @@ def test_runs_that_wait_go_together_and_one_that_is_refused_or_cancelled_harms_n
 
 
 def test_a_call_that_takes_long_keeps_no_later_run_waiting(monkeypatch):
-    monkeypatch.setattr(run_calls, "PATIENCE_S", 0)
+    monkeypatch.setattr(run_sending, "PATIENCE_S", 0)
 
     async def go():
         store = Store()

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError
 
 from deployments.activations.facts import StoreError
 from deployments.activations.index.index import Index
-from deployments.activations.reader.loading import load, runs
+from deployments.activations.reader.loading import read_run, runs
 from deployments.activations.writer.writer import Writer
 from deployments.engine.request import GREEDY
 from deployments.job import Job
@@ -100,13 +100,13 @@ def run(error: Exception, knows: bool = False, **capture):
         return asyncio.run(replica.complete(a_job(**capture)))
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (StoreError("the disk is full: free some room"), "disk is full"),
-        (ActorUnavailableError("the store", None), "the store"),
-    ],
-)
+ERRORS = [
+    (StoreError("the disk is full: free some room"), "disk is full"),
+    (ActorUnavailableError("the store", None), "the store"),
+]
+
+
+@pytest.mark.parametrize(("error", "reason"), ERRORS)
 def test_an_answer_comes_without_its_activations_and_says_why(error, reason):
     messages = run(error)
     assert isinstance(messages[-1], End)
@@ -134,14 +134,7 @@ def test_a_request_that_requires_its_activations_fails_with_them():
     assert "disk is full" in messages[-1].message
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (StoreError("the disk is full: free some room"), "disk is full"),
-        (ActorUnavailableError("the store", None), "the store"),
-        (TimeoutError(), "does not answer"),
-    ],
-)
+@pytest.mark.parametrize(("error", "reason"), [*ERRORS, (TimeoutError(), "does not answer")])
 def test_a_request_that_requires_its_activations_does_not_run_where_they_cannot_be_stored(error, reason):
     [refusal] = run(error, knows=True, required=True)
     assert (refusal.status, refusal.code, refusal.field) == (503, "store_unavailable", "capture.required")
@@ -182,7 +175,7 @@ def test_a_disk_that_is_slow_slows_the_request_that_records_and_no_other(tmp_pat
     assert end.run.status == "stored"
     assert store.appended > 1
     (place,) = end.run.points.values()
-    stored = load(place["uri"], end.run.run_id)
+    stored = read_run(place["uri"], end.run.run_id)
     assert stored["norm.output"].shape == tuple(place["shape"]) == (end.prompt_tokens + 150, 192)
     assert stored.positions.tolist() == list(range(end.prompt_tokens + 150))
 

@@ -46,9 +46,9 @@ def test_a_job_leaves_its_results_where_it_says(
     summary = json.loads((results / "summary.json").read_text())
     assert summary["counts"] == {"problems": 2, "conditions": 1, "samples": 2, "failed": 0, "missing": 0}
     assert summary["activations"]["not_stored"] == 0
-    code = done.stdout[done.stdout.index("from deployments.activations import load") :].split("\n")[:3]
+    code = done.stdout[done.stdout.index("from vitrine import load") :].split("\n")[:3]
     exec("\n".join(code), {})  # noqa: S102 - as a user's Python runs it
-    assert capsys.readouterr().out.startswith("torch.Size([")
+    assert capsys.readouterr().out.startswith("(")
 
 
 @pytest.mark.long
@@ -69,15 +69,6 @@ def test_a_relative_results_path_is_refused_with_the_reason(served: Any) -> None
     done = submit(served, "--results-dir", "out")
     assert done.returncode != 0
     assert "relative to a Ray job's working directory, a copy that Ray throws away" in done.stdout
-
-
-@pytest.mark.long
-def test_a_job_uses_the_server_that_is_there_only_if_it_is_the_one_asked_for(served: Any, tmp_path: Path) -> None:
-    done = submit(served, "--results-dir", str(tmp_path / "another"), "--serve", "another/model")
-    assert done.returncode != 0
-    assert "serves vitrine-demo, not another/model" in done.stdout
-    done = submit(served, "--results-dir", str(tmp_path / "right"), "--serve", "vitrine-demo", "--mode", "no-tools")
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git says which files are the project's")

@@ -149,12 +149,13 @@ def test_an_interrupted_run_leaves_valid_results_and_goes_on(
 
 
 def test_an_interruption_before_there_is_anything_to_report_ends_with_status_130(
-    server: FakeServer, cluster: Any, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.healthy_after = 10**6
-    argv = ["--serve", "fake/model", "--base-url", server.base_url, "--results-dir", str(tmp_path / "results")]
-    assert interrupted(lambda: server.checks > 0, argv) == 130
-    assert not (tmp_path / "results").exists()
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path / "home"))
+    results = tmp_path / "results"
+    argv = ["--serve", "vitrine-demo", "--base-url", "http://127.0.0.1:0/v1", "--results-dir", str(results)]
+    assert interrupted((results / "server.log").exists, argv) == 130
+    assert not (results / "config.json").exists()
 
 
 def test_a_server_that_restarts_costs_no_sample(

@@ -89,7 +89,7 @@ def test_the_report_says_where_activations_lie_and_how_to_load_one(
     assert (row["session_id"], row["activation_uris"]) == (recorded["session_id"], ["file:///data/s/000001.arrow"])
     printed = capsys.readouterr().out
     assert str(results) in printed
-    assert "from deployments.activations import load\nrun = load(" in printed
+    assert "from vitrine import load\nrun = load(" in printed
     assert f'print(run["{POINT}"].shape)' in printed
 
 

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.demo_model import WEIGHTS
-from deployments.model.revision import revision_of
+from deployments.model.load import revision_of
 from deployments.options import Options
 from evals.gsm8k.__main__ import main
 from evals.labels.table import labelled
@@ -46,7 +46,7 @@ def test_the_labels_of_a_real_run_name_the_tokens_of_answers_calls_and_results(s
     assert table.num_rows == len(samples) == 8
     for row in table.to_pylist():
         sample = samples[f"{row['problem']}.{row['mode']}.{row['variant']}"]
-        run = load(served.home / "activations" / "_" / row["session_id"], row["run_id"])
+        run = read_run(served.home / "activations" / "_" / row["session_id"], row["run_id"])
         assert run.facts.text is not None
         assert run.text_offsets is not None
         ends = [*run.text_offsets.tolist(), len(run.facts.text)]

@@ -12,7 +12,7 @@ import pytest
 from made import make_results
 from recorded import record, says
 
-from deployments.activations import load
+from deployments.activations import read_run
 from evals.labels.__main__ import main, summary
 from evals.labels.table import labelled
 from evals.results.results import read_samples
@@ -38,7 +38,7 @@ def spelled(store: Path, row: dict[str, Any], part: str) -> str | None:
     """The text of a row's span, by the run's own offsets."""
     if row[f"span.{part}"] is None:
         return None
-    run = load(store / "_" / SESSION, row["run_id"])
+    run = read_run(store / "_" / SESSION, row["run_id"])
     assert run.facts.text is not None
     assert run.text_offsets is not None
     first, end = (int(position - run.positions[0]) for position in row[f"span.{part}"])

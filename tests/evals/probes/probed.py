@@ -100,6 +100,6 @@ def statements(
                     values[:, 0] = torch.randn(tokens, generator=random) + strength * (label - 0.5)
                 rows[f"layers.{layer}.output"] = values
             tags = {"label": "true" if label else "false", "group": f"g{group}"}
-            words = ("A", " statement", f" about{i // 2}")
+            words = (f"A{group}", " statement", f" about{i // 2}")  # another prompt in each group
             runs.append(Made(f"run-{group}-{i}", rows, tags, words, sample_id=f"s{group}-{i}"))
     return runs

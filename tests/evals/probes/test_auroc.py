@@ -38,7 +38,7 @@ def test_intervals_cover_as_often_as_they_say_and_bands_all_rows_at_once() -> No
 def test_a_difference_is_paired() -> None:
     scores, positive = np.random.default_rng(0).normal(size=160), np.arange(160) % 2 == 0
     own = area(scores, positive, np.arange(160) // 4)
-    assert interval(own.less(own), least=-1) == (0.0, 0.0, None)
+    assert interval(own.less(own), is_difference=True) == (0.0, 0.0, None)
 
 
 def test_few_groups_have_no_interval_and_perfect_scores_are_not_certain() -> None:
@@ -48,3 +48,9 @@ def test_few_groups_have_no_interval_and_perfect_scores_are_not_certain() -> Non
     low, high, _ = interval(perfect)
     assert low is not None
     assert 0.85 < low < 1 == high
+    positive = np.arange(40) % 2 == 0
+    scores = np.where(positive, 1.0, 0.0) + np.arange(40) / 100
+    scores[39] = 1.005  # above one of the positive examples
+    near = area(scores, positive, np.arange(40))
+    assert 0.997 < near.value < 1
+    assert interval(near).low == pytest.approx(low, abs=0.01)  # as wide as where every pair is in order

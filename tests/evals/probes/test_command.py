@@ -28,7 +28,7 @@ Change = Callable[[list[Made]], object]
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = statements(groups=20, tokens=3)
     for one in made:
-        one.words = ("It", " is", f" {HOSTILE}")
+        one.words = (one.words[0], " is", f" {HOSTILE}")
     return store(tmp_path_factory.mktemp("command") / "store", "here", made)
 
 
@@ -50,7 +50,7 @@ def test_the_command_says_the_headline_and_writes_a_page_that_needs_nothing_else
     assert shown[-1] == str(tmp_path / "out" / "report.html")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<script" not in page
-    assert "It is &lt;script&gt;alert(1)" in page
+    assert " is &lt;script&gt;alert(1)" in page
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import""", page)
     for section in ("Headline", "Sweep", "Most certain, and wrong", "permuted labels, 5% to 95%"):
         assert section in page

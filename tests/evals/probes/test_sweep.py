@@ -14,6 +14,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from evals.config import EvalError
 from evals.probes import Result, sweep
 
 FAST: dict[str, Any] = {"group": "group", "permutations": 4}
@@ -151,7 +152,7 @@ def test_noise_has_an_interval_around_one_half(directory: Path) -> None:
 def test_what_the_text_tells_is_not_credited_to_the_probe(directory: Path) -> None:
     made = statements(groups=30, strength=3.0)
     for one in made:
-        one.words = ("It", " is", " so" if one.tags["label"] == "true" else " not")
+        one.words = (one.words[0], " is", " so" if one.tags["label"] == "true" else " not")
     own = run(directory, "text", made, methods=["ridge"]).headline
     assert own["auroc"] > 0.9
     assert own["text_auroc"] == 1.0
@@ -163,7 +164,7 @@ def test_the_text_baseline_reads_what_the_probe_can_and_no_more(directory: Path,
     """The last token of the prompt alone is stored, and a word of the label's is that token or the one after it."""
     made = statements(groups=20)
     for one in made:
-        words = ["It", " is", " ", "."]
+        words = [one.words[0], " is", " ", "."]
         words[place] = " so" if one.tags["label"] == "true" else " not"
         one.words, one.first = words, 2
     assert run(directory, f"read-{place}", made, methods=["difference"]).headline["text_auroc"] == area
@@ -171,8 +172,8 @@ def test_the_text_baseline_reads_what_the_probe_can_and_no_more(directory: Path,
 
 def test_white_space_alone_has_no_text_baseline_and_the_reason(directory: Path) -> None:
     made = statements(groups=20)
-    for one in made:
-        one.words = (" ", "\n", " ")
+    for i, one in enumerate(made):
+        one.words = (" ", "\n" * (i // 4 + 1), " ")
     own = run(directory, "white", made, methods=["difference"]).headline
     assert own["text_auroc"] is own["beats_text"] is None
     assert own["reasons"]["text_auroc"] == "the text before the tokens is empty or white space"
@@ -185,7 +186,7 @@ def test_a_word_that_is_true_in_one_group_and_false_in_the_others_is_a_fault_of_
         for label, word in (("true", group), ("false", (group + 7) % 30)):
             tags = {"label": label, "group": str(group)}
             rows = {"layers.0.output": words[word : word + 1] + 0.1 * torch.randn(1, 24, generator=random)}
-            made.append(Made(f"design-{group}-{label}", rows, tags, ("Here", " is", f" w{word}")))
+            made.append(Made(f"design-{group}-{label}", rows, tags, (f"Here{group}", " is", f" w{word}")))
     own = run(directory, "design", made).headline
     assert own["auroc_high"] < 0.5
     assert own["faults"][0].startswith("Fault of the design: the interval of the headline's AUROC ends at 0.")
@@ -205,7 +206,7 @@ def test_choices_of_tokens_read_the_rows_that_they_name(directory: Path) -> None
         rows = torch.randn(4, 8, generator=random)
         rows[1, 0] += 4.0 if i % 2 else 0.0
         tags = {"label": "true" if i % 2 else "false", "group": str(i // 4)}
-        made.append(Made(f"t{i}", {"norm.output": rows}, tags, ("a", " b", " c", " d"), prompt_tokens=2))
+        made.append(Made(f"t{i}", {"norm.output": rows}, tags, (f"a{i}", " b", " c", " d"), prompt_tokens=2))
     tokens = ["prompt_last", "generated_last", "mean", "span:2:4", "span:1:2"]
     found = run(directory, "tokens", made, tokens=tokens, points=["norm.output"], methods=["logistic"], permutations=0)
     areas = {row["tokens"]: row["auroc"] for row in found.rows}
@@ -216,10 +217,34 @@ def test_choices_of_tokens_read_the_rows_that_they_name(directory: Path) -> None
     assert found.headline["tokens"] in ("prompt_last", "span:1:2")
 
 
+def test_runs_that_repeat_others_count_once_and_equal_prompts_share_a_fold(directory: Path) -> None:
+    """Each of 60 texts with random labels three times: who has read a text before knows its label."""
+    labels = np.random.default_rng(0).permutation(np.arange(60) % 2).tolist()
+    rows = torch.randn(60, 1, 24, generator=torch.Generator().manual_seed(0))
+    made = [
+        Made(f"run-{copy}-{i}", {"norm.output": rows[i]}, {"label": str(labels[i])}, (f"text{i}",), 1, f"s{i}")
+        for copy in range(3)
+        for i in range(60)
+    ]
+    options: dict[str, Any] = {"group": None, "ungrouped": True, "points": ["norm.output"]}
+    found = run(directory, "thrice", made, **options)
+    assert found.document["left_out"] == {"repeat the prompt and sample of another run": 120}
+    assert (found.headline["n"], found.headline["groups"]) == (60, 60)
+    assert {type(one["label"]) for one in found.document["scores"]} == {int}  # so that == 1 compares
+    for one in made:
+        one.sample_id = one.run_id
+    found = run(directory, "resampled", made, positive=1, **options)
+    assert (found.headline["n"], found.headline["groups"]) == (180, 60)
+    assert found.headline["auroc_low"] < 0.5
+    made[-1].sample_id, made[-1].tags["label"] = made[59].sample_id, str(1 - labels[59])
+    with pytest.raises(EvalError, match=r"1 runs repeat .* with another label \(run-0-59 '\d' and run-2-59 '\d'\)"):
+        run(directory, "unequal", made, **options)
+
+
 def test_ungrouped_examples_have_selectivity_where_last_tokens_differ(directory: Path) -> None:
     made = statements(groups=40, strength=3.0)
     for i, one in enumerate(made):
-        one.words = ("It", " is", f" {i % 25}")
+        one.words = (f"It{i}", " is", f" {i % 25}")
     own = run(directory, "ungrouped", made, group=None, ungrouped=True, methods=["logistic"]).headline
     assert own["groups"] == own["n"] == 160
     assert own["control_accuracy"] < 0.75

@@ -94,6 +94,9 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, say: Say) -> None:
         status, printed, complaint = say(a, other)
         assert (status, printed) == (2, "")
         assert reason in complaint
+    status, printed, complaint = say(a, make_results(tmp_path / "c", 2, modes=("no-tools",)), b)
+    assert (status, "c less a" in printed) == (0, True)
+    assert "b is not compared: it shares no condition with a: it has with-tools.control, with-tools.calm" in complaint
 
 
 def test_runs_of_different_rules_are_compared_by_the_first_ones(tmp_path: Path, say: Say) -> None:

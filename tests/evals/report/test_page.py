@@ -11,7 +11,7 @@ from made import HOSTILE, make_results
 from playwright.sync_api import Page, expect
 
 from evals.config import EvalError
-from evals.report import page_data
+from evals.report import page as pages
 from evals.report.__main__ import main
 from evals.report.page import write_report
 from tests.browsers import chromium, show
@@ -118,7 +118,7 @@ def test_rows_are_sorted_and_chosen(page: Page, results: Path) -> None:
 def test_of_a_long_run_some_problems_are_in_the_page_and_the_others_named(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_data, "STEPS_BYTES", 2048)
+    monkeypatch.setattr(pages, "STEPS_BYTES", 2048)
     directory = make_results(tmp_path / "run", 40, variants=VARIANTS)
     whole = write_report(directory).stat().st_size
     assert write_report(directory, embed_bytes=3_000).stat().st_size < whole

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deployments.activations import load
+from deployments.activations import read_run
 from evals.results.results import read_json
 from evals.results.transfer import transfer
 from evals.server.client import ChatClient
@@ -35,7 +35,7 @@ def test_stored_values_are_sampled_and_transferred(served: Any, tmp_path: Path) 
     assert read_json(tmp_path / "activations" / "transferred.json") == found
     assert list(sampled) == [run["run_id"] for run in runs]
     for run in runs:
-        stored = load(tmp_path / found["path"], run["run_id"])
+        stored = read_run(tmp_path / found["path"], run["run_id"])
         assert list(stored) == list(run["points"])
         for name, at in sampled[run["run_id"]].items():
             where = at["sample_info"]

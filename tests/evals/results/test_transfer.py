@@ -9,7 +9,7 @@ import torch
 from made import make_results
 from stored import SESSION, Store, points
 
-from deployments.activations import load, runs
+from deployments.activations import read_run, runs
 from evals.config import EvalError
 from evals.gsm8k.summary import conclude
 from evals.results import transfer as transferring
@@ -32,7 +32,7 @@ def test_all_runs_of_the_session_arrive_bit_for_bit(store: Store, tmp_path: Path
     assert (found["path"], found["files"], found["runs"]) == (f"activations/{SESSION}", 3, 5)
     assert found["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
     for run in range(5):
-        there = load(folder, f"r{run}")
+        there = read_run(folder, f"r{run}")
         assert all(torch.equal(there[name], values) for name, values in points(run, 4 + run).items())
 
 

@@ -1,18 +1,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 from fake_openai import FakeServer
 
-from evals.config import Config, EvalError
 from evals.server.answers import RequestFailed
 from evals.server.client import ChatClient
-from evals.server.recognition import FoundServer
-from evals.server.server_process import wait
 from evals.server.server_queries import first_model
 
 
@@ -67,40 +61,3 @@ def test_the_first_model_is_the_servers_own_order(server: FakeServer) -> None:
     server.models = []
     with pytest.raises(RequestFailed, match="no model"):
         first_model(server.base_url)
-
-
-def waited_for(server: FakeServer, results: Path, limit_s: float) -> FoundServer | None:
-    return wait(Config(base_url=server.base_url, session_id="s", results_dir=results), limit_s, "")
-
-
-def test_waiting_ends_when_the_server_is_healthy(server: FakeServer, tmp_path: Path) -> None:
-    server.healthy_after = 1
-    found = waited_for(server, tmp_path, 30)
-    assert found
-    assert found.loaded == {"fake/model"}
-    assert server.checks == 2
-
-
-def test_waiting_ends_with_the_last_answer(server: FakeServer, tmp_path: Path) -> None:
-    server.healthy_after = 9
-    with pytest.raises(EvalError, match=r"not healthy within 0 s: .*/health: HTTP 503: 'not yet'"):
-        waited_for(server, tmp_path, 0)
-    server.healthy_after, server.models = 0, []
-    with pytest.raises(EvalError, match="not healthy within 0 s: no model is loaded"):
-        waited_for(server, tmp_path, 0)
-
-
-def test_a_proxy_that_answers_before_the_server_does_is_waited_out(tmp_path: Path) -> None:
-    class Proxy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(502)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
-        Thread(target=proxy.serve_forever, daemon=True).start()
-        config = Config(base_url=f"http://127.0.0.1:{proxy.server_port}/v1", session_id="s", results_dir=tmp_path)
-        with pytest.raises(EvalError, match=r"not healthy within 0 s: .*HTTP 502"):
-            wait(config, 0, "")
-        proxy.shutdown()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored import Store, points
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.points.patterns import Patterns
 from evals.server import inline
 from evals.server.client import ChatClient
@@ -40,10 +40,10 @@ def sample(store: Store, *metas: dict[str, Any] | None, values: int = 16, retrie
 def test_values_are_the_stored_ones_and_no_more_than_asked_for(
     store: Store, values: int, rows: int, across: int
 ) -> None:
-    found = sample(store, store.record("r1", points(1, 20)), store.record("r2", points(2, 5)), values=values)
-    assert list(found) == ["r1", "r2"]
-    for name, at in found["r1"].items():
-        where, stored = at["sample_info"], load(store.directory / "_" / "evaluated", "r1")[name]
+    sampled = sample(store, store.record("r1", points(1, 20)), store.record("r2", points(2, 5)), values=values)
+    assert list(sampled) == ["r1", "r2"]
+    for name, at in sampled["r1"].items():
+        where, stored = at["sample_info"], read_run(store.directory / "_" / "evaluated", "r1")[name]
         assert (len(where["positions"]), len(where["dimensions"])) == (rows, across)
         assert torch.equal(torch.tensor(at["data"]), stored[where["positions"]][:, where["dimensions"]].float())
         assert (at["format"], at["shape"], at["dtype"]) == ("sampled_tensor", [20, 8], "bfloat16")
@@ -60,8 +60,8 @@ def test_the_same_run_gives_the_same_values_and_another_run_others(store: Store)
 
 def test_what_is_not_stored_is_not_asked_for_and_says_why(store: Store) -> None:
     full = {"status": "failed", "reason": "the disk is full", "runs": [{"index": 0, "run_id": "r1", "points": {}}]}
-    found = sample(store, full, None, {"status": "pending", "runs": []})
-    assert found == {
+    sampled = sample(store, full, None, {"status": "pending", "runs": []})
+    assert sampled == {
         "r1": {"error": "the disk is full"},
         "turn-1": {"error": "the answer has no activations_meta"},
         "turn-2": {"error": "the answer says 'pending'"},
@@ -78,15 +78,15 @@ def test_a_busy_store_is_asked_again(store: Store) -> None:
 def test_what_cannot_be_fetched_is_said_in_its_place(store: Store) -> None:
     meta = store.record("r1", points(1, 4))
     store.refuse = 2
-    found = sample(store, meta, meta | {"runs": [meta["runs"][0] | {"run_id": "gone"}]}, retries=0)
-    assert found["r1"]["error"].endswith("does not answer: HTTP 503: run: the store does not answer")
-    assert found["gone"] == {"error": "the server does not list it"}
+    sampled = sample(store, meta, meta | {"runs": [meta["runs"][0] | {"run_id": "gone"}]}, retries=0)
+    assert sampled["r1"]["error"].endswith("does not answer: HTTP 503: run: the store does not answer")
+    assert sampled["gone"] == {"error": "the server does not list it"}
 
 
 def test_a_number_that_is_not_finite_is_null(store: Store) -> None:
     values = torch.tensor([[float("nan"), float("inf")], [1.0, -2.5]])
-    found = sample(store, store.record("r1", {"layers.0.output": values}))
-    assert found["r1"]["layers.0.output"]["data"] == [[None, None], [1.0, -2.5]]
+    sampled = sample(store, store.record("r1", {"layers.0.output": values}))
+    assert sampled["r1"]["layers.0.output"]["data"] == [[None, None], [1.0, -2.5]]
 
 
 def test_a_run_that_is_larger_than_what_may_be_copied_is_said_to_be(
@@ -138,8 +138,10 @@ def test_what_is_no_file_is_said(store: Store, body: bytes) -> None:
 
 def test_attention_patterns_are_sampled_with_zeros_behind_what_a_token_sees(store: Store) -> None:
     values = torch.arange(1, 21).float()
-    found = sample(store, store.record("r1", {"layers.0.attention.weights": Patterns(values, 2, range(4))}), values=999)
-    at = found["r1"]["layers.0.attention.weights"]
+    sampled = sample(
+        store, store.record("r1", {"layers.0.attention.weights": Patterns(values, 2, range(4))}), values=999
+    )
+    at = sampled["r1"]["layers.0.attention.weights"]
     assert at["shape"] == [4, 2, 4]
     assert at["data"][0] == [1, 0, 0, 0, 2, 0, 0, 0]
     assert at["data"][3] == [float(number) for number in range(13, 21)]

@@ -5,20 +5,18 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import httpx
 import psutil
 import pytest
+from fake_openai import FakeServer
 
 from deployments import __version__
 from evals.gsm8k.__main__ import main
-from evals.server.recognition import look
-from tests.waiting import EACH_S
 from vitrine.own_server import free_port
 
 Write = Callable[..., Path]
@@ -46,6 +44,13 @@ class HookSite(NamedTuple):
         return subprocess.run(
             self.command(name, *options), env=self.env, cwd=ROOT, capture_output=True, text=True, timeout=300
         )
+
+    @property
+    def answers(self) -> bool:
+        try:
+            return httpx.get(self.base_url.replace("/v1", "/health"), timeout=60).is_success
+        except httpx.ConnectError:
+            return False
 
     @property
     def process(self) -> psutil.Process:
@@ -90,7 +95,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HookSite]:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"vitrine-demo still runs at {where.base_url}; stop it with: kill {where.process.pid}" in done.stdout
     yield where
-    if look(where.base_url):
+    if where.answers:
         process = where.process
         process.terminate()
         process.wait(60)
@@ -104,21 +109,30 @@ def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: HookSite) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"using the server at {kept.base_url}: Vitrine {__version__} with vitrine-demo" in done.stdout
     assert kept.process == before
-    found = look(kept.base_url)
-    assert found
-    assert found.is_ready("vitrine-demo")
+    assert kept.answers
 
 
 @pytest.mark.long
-def test_a_server_with_other_options_is_not_used(kept: HookSite, refusal: Callable[..., str]) -> None:
-    said = refusal(kept, "third", "--server-option", "max_running=3")
-    assert f"was started with other options: max_running is 64; stop it: kill {kept.process.pid}" in said
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        (["--server-option", "max_running=3"], "max_running is 64"),
+        (["--serve", "another/model"], "model is 'vitrine-demo'"),
+    ],
+)
+def test_a_server_with_other_options_is_not_used(
+    kept: HookSite, refusal: Callable[..., str], options: list[str], given: str
+) -> None:
+    told = refusal(kept, "third", *options)
+    assert f"was started with other options: {given}; stop it: kill {kept.process.pid}" in told
 
 
 @pytest.mark.long
-def test_a_server_with_another_model_is_not_used(kept: HookSite, refusal: Callable[..., str]) -> None:
-    said = refusal(kept, "fourth", "--serve", "another/model")
-    assert "serves vitrine-demo, not another/model" in said
+def test_a_server_of_another_version_is_not_used(
+    kept: HookSite, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evals.server.server_process.__version__", "9.9")
+    assert f"other options: version is '{__version__}'; stop it" in refusal(kept, "fourth")
 
 
 @pytest.mark.long
@@ -132,16 +146,16 @@ def test_sigterm_in_the_middle_stops_the_server(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
     )
     assert process.stdout
-    said = b""
-    while b"no-tools:" not in said:  # the bar of the run
+    output = b""
+    while b"no-tools:" not in output:  # the bar of the run
         piece = os.read(process.stdout.fileno(), 4096)
-        assert piece, said.decode()
-        said += piece
+        assert piece, output.decode()
+        output += piece
     process.send_signal(signal.SIGTERM)
-    said += process.communicate(timeout=180)[0]
+    output += process.communicate(timeout=180)[0]
     assert process.returncode != 0
-    assert b"the server is stopped" in said
-    assert look(where.base_url) is None
+    assert b"stopping the server" in output
+    assert not where.answers
     assert (where.results / "run" / "server.log").is_file()
 
 
@@ -160,7 +174,7 @@ def test_a_server_goes_with_an_evaluator_that_is_killed(tmp_path: Path, eventual
     process.kill()
     process.wait()
     eventually(lambda: not server.is_running() and not list(servers.glob("*.json")), limit_s=120)
-    assert look(where.base_url) is None
+    assert not where.answers
 
 
 def test_a_server_that_cannot_start_ends_with_the_reason_of_its_log(
@@ -168,10 +182,9 @@ def test_a_server_that_cannot_start_ends_with_the_reason_of_its_log(
 ) -> None:
     where = place(tmp_path)
     where.env["RAY_ADDRESS"] = cluster.address  # where Serve listens at another port
-    said = refusal(where, "run")
-    assert f"the last lines of {tmp_path}/run/server.log" in said
-    assert f"listens at port {urlsplit(served.root).port}" in said.partition("the last lines of")[2]
-    assert look(where.base_url) is None
+    log = refusal(where, "run").partition("the end of its log:")[2]
+    assert f"listens at port {urlsplit(served.root).port}" in log
+    assert not where.answers
 
 
 @pytest.mark.long
@@ -179,35 +192,20 @@ def test_a_model_that_is_none_ends_with_the_reason_of_the_log(tmp_path: Path) ->
     where = place(tmp_path)
     done = where.run("run", "--serve", "/no/such/directory", *SHORT)
     assert done.returncode == 2
-    assert f"the last lines of {tmp_path}/run/server.log" in done.stderr
-    assert "/no/such/directory" in done.stderr.partition("the last lines of")[2]
-    assert look(where.base_url) is None
+    assert "/no/such/directory" in done.stderr.partition("the end of its log:")[2]
+    assert not where.answers
 
 
-def test_a_stranger_that_answers_200_to_all_is_neither_used_nor_stopped(
-    tmp_path: Path, refusal: Callable[..., str]
+def test_a_server_that_serve_did_not_start_is_neither_used_nor_stopped_and_gets_no_key(
+    server: FakeServer, tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"status": "ok", "loaded_models": ["vitrine-demo"]}')
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(EACH_S,))
-        thread.start()
-        where = place(tmp_path)._replace(base_url=f"http://127.0.0.1:{server.server_port}/v1")
-        assert "answers, but is no Vitrine server" in refusal(where, "run")
-        server.shutdown()
-        thread.join()
-
-
-def test_a_server_that_serve_did_not_start_has_no_known_options(
-    served: Any, tmp_path: Path, refusal: Callable[..., str]
-) -> None:
-    where = place(tmp_path)._replace(base_url=served.base_url)
-    assert "its options are not known" in refusal(where, "run", "--server-option", "max_running=64")
-    assert look(served.base_url)
+    monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
+    where = place(tmp_path)._replace(base_url=server.base_url)
+    records = tmp_path / "home" / "servers"
+    records.mkdir(parents=True)
+    file = records / f"127.0.0.1-{server.port}.json"
+    for record in ('{"pid": 12', json.dumps({"pid": os.getpid(), "created": 1.0}), json.dumps({"pid": 1 << 22})):
+        file.write_text(record)  # of no server that runs
+        assert f"{server.base_url} answers (HTTP 200" in refusal(where, "run")
+    assert server.keys == {None}
+    assert not (tmp_path / "run").exists()

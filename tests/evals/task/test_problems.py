@@ -8,8 +8,7 @@ import pytest
 
 from evals.config import EvalError
 from evals.gsm8k.options import parse_args
-from evals.task.few_shot import load_few_shot
-from evals.task.problems import load_problems
+from evals.task.problems import load_few_shot, load_problems
 from evals.task.trajectory import Problem
 
 Write = Callable[..., Path]

@@ -11,8 +11,7 @@ from evals.config import EvalError
 from evals.gsm8k.__main__ import main
 from evals.gsm8k.options import parse_args
 from evals.scoring import is_correct
-from evals.task.few_shot import SHIPPED, load_few_shot
-from evals.task.problems import question_id
+from evals.task.problems import EXAMPLES, load_few_shot, question_id
 from evals.task.prompts import Example
 
 Write = Callable[..., Path]
@@ -23,7 +22,7 @@ def examples(asked: set[str], *argv: str) -> list[Example]:
 
 
 def test_the_shipped_examples_are_gsm8ks_format_and_right() -> None:
-    rows = [json.loads(line) for line in SHIPPED.read_text().splitlines()]
+    rows = [json.loads(line) for line in EXAMPLES.read_text().splitlines()]
     assert len({row["question"] for row in rows}) == 8
     assert all(is_correct(row["answer"], row["answer"]) for row in rows)
     for row in rows:
@@ -36,7 +35,7 @@ def test_examples_come_from_a_file_that_is_named_else_from_those_that_ship(write
     path = write_problems("[a]", "[b]")
     asked = question_id("[b] What is 1 + 1000?")  # which is no example then
     assert [one.question for one in examples({asked}, "--few-shot", str(path))] == ["[a] What is 0 + 1000?"]
-    shipped = [json.loads(line)["question"] for line in SHIPPED.read_text().splitlines()]
+    shipped = [json.loads(line)["question"] for line in EXAMPLES.read_text().splitlines()]
     assert [one.question for one in examples(set(), "--few-shot", "3")] == shipped[:3]
     assert examples(set()) == []
 

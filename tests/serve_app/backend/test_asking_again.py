@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from deployments.job import Job
-from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Refusal
+from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Piece, Refusal
 from deployments.points.capture import Capture
 from serve_app.backend import served_model
 
-ANSWER = [End(0, "stop", 1, 1)]
+ANSWER = [End(Piece(0), "stop", 1, 1)]
 ENDED = [Refusal(ENGINE_ENDED, None, "unavailable", 503)]
 REFUSED = [Refusal(NOT_TAKEN, None, "unavailable", 503)]
 PLAIN = Job("a", prompts=["b"])

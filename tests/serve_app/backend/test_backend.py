@@ -24,7 +24,7 @@ from deployments.activations.actors.store import connect
 from deployments.activations.filters import Filter
 from deployments.job import Job
 from deployments.options import NO_MODEL, Options
-from serve_app.backend import model_registry, served_model, waiting
+from serve_app.backend import client_data, model_registry, served_model
 from serve_app.backend.backend import Backend
 from serve_app.backend.served_model import GRACE_S, ServedModel
 from serve_app.http.errors import ApiError
@@ -124,7 +124,7 @@ def empty_store(served, tmp_path_factory):
 
 
 def test_a_store_that_does_not_answer_means_503(empty_store, monkeypatch):
-    monkeypatch.setattr(waiting, "STORE_S", 0.5)
+    monkeypatch.setattr(client_data, "STORE_S", 0.5)
     store, reader = empty_store
 
     async def ask() -> list[tuple[int, str | None]]:

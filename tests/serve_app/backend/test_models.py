@@ -15,7 +15,7 @@ import pytest
 from ray import serve
 
 from benchmarks.common.measured_models import save
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.options import DEMO, NO_MODEL, Options
 from serve_app import build_app
 from serve_app.backend import model_loader
@@ -56,7 +56,7 @@ class Server:
     def get(self, path: str):
         return httpx.get(self.root + path, timeout=60)
 
-    def load(self, model_id: str, **settings) -> dict:
+    def read_run(self, model_id: str, **settings) -> dict:
         answer = self.post("/models/load", model_id=model_id, **settings)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -188,7 +188,7 @@ def both(server: Server) -> None:
         point = answer["activations_meta"]["runs"][0]["points"]["layers.1.output"]
         run = answer["choices"][0]["run_id"]
         widths[model] = point["shape"][1]
-        assert list(load(point["uri"], run_id=run)["layers.1.output"].shape) == point["shape"]
+        assert list(read_run(point["uri"], run_id=run)["layers.1.output"].shape) == point["shape"]
     assert widths[TINY] == 32
     assert widths[DEMO] != 32
 

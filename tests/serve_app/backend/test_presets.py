@@ -13,17 +13,14 @@ import ray
 import torch
 
 from deployments.accounts import OPERATOR
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.actors.store import connect
 from deployments.options import home
 from serve_app.backend import preset_registry
 from serve_app.backend.preset_registry import Presets
 from serve_app.http.errors import ApiError
+from tests.serve_app.completions import BODY, MODEL, POINT, STEER, post, refused, text
 
-MODEL = "vitrine-demo"
-POINT = "layers.3.output"
-BODY = {"model": MODEL, "prompt": "Tom has 3 boxes of 4 pens.", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-STEER = {"op": "add", "point": POINT, "vector": [1.0, -1.0] * 96, "scale": 5}
 HALF = {"op": "scale", "point": POINT, "factor": 0.5}
 
 
@@ -53,25 +50,10 @@ def keep(ask):
         ask("DELETE", name)
 
 
-def post(served, **fields):
-    return httpx.post(f"{served.base_url}/completions", json=BODY | fields, timeout=60)
-
-
-def text(served, **fields):
-    answer = post(served, **fields)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
-
-
 def recorded(served, **fields):
     answer = post(served, session_id="presets", **fields).json()
     (run,) = answer["activations_meta"]["runs"]
-    return load(next(iter(run["points"].values()))["uri"], run_id=run["run_id"])
-
-
-def refused(answer):
-    error = answer.json()["error"]
-    return answer.status_code, error["param"], error["code"]
+    return read_run(next(iter(run["points"].values()))["uri"], run_id=run["run_id"])
 
 
 def test_a_preset_is_kept_shown_listed_replaced_and_deleted(ask, keep):
@@ -187,7 +169,7 @@ def test_headers_choose_a_preset_and_add_fields_below_the_body(served, keep):
     answer = sent({"X-Vitrine-Body": json.dumps(added)}, max_tokens=None)
     (run,) = answer.json()["activations_meta"]["runs"]
     assert answer.json()["activations_meta"]["session_id"] == "by-header"
-    facts = load(next(iter(run["points"].values()))["uri"], run_id=run["run_id"]).facts
+    facts = read_run(next(iter(run["points"].values()))["uri"], run_id=run["run_id"]).facts
     assert facts.interventions == [HALF, STEER]
     assert facts.tags == {"try": "1"}
     assert answer.json()["usage"]["completion_tokens"] == 2
@@ -273,6 +255,14 @@ def test_what_does_not_fit_names_the_preset_or_the_requests_own_field(served, ke
         answer = post(served, preset="fits")
         assert refused(answer)[:2] == (400, "preset")
         assert "capture.points[0]" in answer.json()["error"]["message"]
+        own = {"op": "zero", "point": POINT, "vectr": 1}  # does not fit any model
+        answer = post(served, preset="fits", interventions=[HALF, own])
+        assert refused(answer)[:2] == (400, "interventions[1].vectr")
+        keep("twice", n=2)
+        answer = post(served, preset="twice", variants=[[HALF]])
+        assert refused(answer)[:2] == (400, "variants")
+        assert "with the preset 'twice'" in answer.json()["error"]["message"]
+        assert refused(post(served, preset="fits", interventions=1))[:2] == (400, "interventions")
         assert refused(post(served, preset="../x"))[:2] == (400, "preset")
         assert refused(post(served, preset={"x": 1}))[:2] == (400, "preset")
 

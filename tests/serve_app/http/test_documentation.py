@@ -9,9 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from deployments.options import NO_MODEL, Options
-from serve_app.api import build_api
 from serve_app.http.documentation import PATHS
 from serve_app.http.keys import Caller, Keys, Role
+from serve_app.ingress import build_api
 from tests.browsers import chromium
 from tests.waiting import until
 

@@ -15,12 +15,15 @@ from serve_app.http.errors import ApiError
 CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "calculator"}}
 
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "half \ud800"})}}
+
 BAD_CHATS = [
     ({"model": "nope"}, 404, "model"),
     ({"captrue": {"points": ["layers.1.output"]}}, 400, "captrue"),
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, 400, "messages[0]"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [CALLED]}]}, 400, "messages"),  # no text
     ({"messages": [{"role": "user", "content": "x", "mood": "sad"}]}, 400, "messages[0].mood"),
     ({"temperature": "hot"}, 400, "temperature"),
     ({"temperature": 9}, 400, "temperature"),
@@ -84,40 +87,6 @@ def test_a_streamed_bad_request_is_refused_before_the_stream_begins(served):
     answer = httpx.post(f"{served.base_url}/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "capture.points[0]"
-
-
-@pytest.mark.parametrize("logprobs", [True, 6, -1, 1.5])
-def test_a_completion_counts_its_logprobs(served, logprobs):
-    body = {"model": "vitrine-demo", "prompt": "Tom", "max_tokens": 2, "logprobs": logprobs}
-    answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "logprobs"
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
-def test_a_number_that_is_not_finite_is_refused(served, number):
-    body = json.dumps(CHAT | {"logit_bias": {"5": 0}}).replace('"5": 0', f'"5": {number}').encode()
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{served.base_url}/chat/completions", content=body, headers=headers, timeout=60)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == "logit_bias"
-
-
-HALF = {"name": "f", "parameters": {"type": "object", "properties": {"half \ud800": {}}}}
-CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "half \ud800"})}}
-HALVES = [
-    ({"messages": [{"role": "user", "content": "half \ud800"}]}, None),
-    ({"tools": [{"type": "function", "function": HALF}]}, None),
-    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [CALLED]}]}, "messages"),
-]
-
-
-@pytest.mark.parametrize(("changes", "param"), HALVES, ids=["text", "key", "in JSON in JSON"])
-def test_half_of_a_surrogate_pair_is_refused_as_no_text(served, changes, param):
-    body, headers = json.dumps(CHAT | changes).encode(), {"content-type": "application/json"}
-    answer = httpx.post(f"{served.base_url}/chat/completions", content=body, headers=headers, timeout=60)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
 
 
 def test_fields_at_openais_defaults_are_taken(served):

@@ -125,22 +125,6 @@ def test_only_an_admin_loads_and_unloads(keyed, method, path, body, code):
     assert refused(ADMIN)[1] == code
 
 
-def test_only_an_admin_makes_a_preset_a_default_or_changes_one(keyed):
-    preset = {"name": "keyed", "model": "another/model", "capture": {"points": ["norm.output"]}}
-
-    def kept(key: str, **fields) -> int:
-        answer = httpx.post(f"{keyed}/v1/interventions", json=preset | fields, headers=bearer(key), timeout=60)
-        assert answer.status_code == 200 or answer.json()["error"]["code"] == "insufficient_permissions"
-        return answer.status_code
-
-    url = f"{keyed}/v1/interventions/keyed"
-    assert [kept(USE, default=True), kept(ADMIN, default=True)] == [403, 200]
-    assert httpx.get(url, headers=bearer(USE), timeout=60).json()["default"] is True
-    assert httpx.delete(url, headers=bearer(USE), timeout=60).status_code == 404
-    assert kept(USE) == 200  # of its own
-    assert [httpx.delete(url, headers=bearer(key), timeout=60).status_code for key in (USE, ADMIN)] == [200, 200]
-
-
 def test_no_key_is_in_serves_status_or_any_log(keyed, served):
     httpx.get(f"{keyed}/v1/models", headers=bearer(USE), timeout=60)
     url, token = f"{served.cluster.dashboard}/api/serve/applications/", served.cluster.env["RAY_AUTH_TOKEN"]

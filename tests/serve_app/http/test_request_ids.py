@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from deployments.activations import load
+from deployments.activations import read_run
 from serve_app.answers import Answer
 
 PARTS = ("proxy", "Ingress", "ModelReplica")  # of the names of their log files
@@ -48,7 +48,7 @@ def test_two_requests_of_one_id_make_two_runs_that_keep_it(served):
     assert runs[0]["run_id"] != runs[1]["run_id"]
     assert answers[0]["id"] != answers[1]["id"]
     for run in runs:
-        stored = load(run["points"]["layers.2.input_layernorm.output"]["uri"], run_id=run["run_id"])
+        stored = read_run(run["points"]["layers.2.input_layernorm.output"]["uri"], run_id=run["run_id"])
         assert stored.facts.request_id == "same-for-both"
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.demo_model import PROBLEMS, WEIGHTS
 
 MODEL = "vitrine-demo"
@@ -69,7 +69,7 @@ def test_fifty_real_problems_at_once_are_all_stored_whole_and_exact(served, gsm8
         meta, usage = answer["activations_meta"], answer["usage"]
         assert meta["status"] == "stored"
         run = meta["runs"][0]
-        stored = load(run["points"]["layers.1.input_layernorm.output"]["uri"], run_id=run["run_id"])
+        stored = read_run(run["points"]["layers.1.input_layernorm.output"]["uri"], run_id=run["run_id"])
         assert len(stored) == 6
         assert len(stored.token_ids) == usage["total_tokens"] == run["tokens"]
         plain = lone_forward(torch.as_tensor(stored.token_ids))
@@ -103,7 +103,7 @@ def test_a_stream_ends_with_where_its_activations_lie(served):
     assert last["choices"] == []
     run = last["activations_meta"]["runs"][0]
     uri = run["points"]["layers.2.input_layernorm.output"]["uri"]
-    assert len(load(uri, run_id=run["run_id"]).token_ids) == run["tokens"]
+    assert len(read_run(uri, run_id=run["run_id"]).token_ids) == run["tokens"]
 
 
 def test_one_request_makes_a_run_for_every_choice(served):
@@ -122,7 +122,7 @@ def test_an_answer_with_ids_alone_names_no_file_and_its_run_is_stored(served):
     assert (meta["status"], meta["runs"][0]["points"], message["activation_files"]) == ("stored", {}, {})
     (found,) = httpx.get(f"{served.base_url}/activations/session/ids", timeout=60).json()["runs"]
     assert found["run_id"] == message["run_id"]
-    rows = load(found["points"]["layers.0.output"]["uri"], message["run_id"])
+    rows = read_run(found["points"]["layers.0.output"]["uri"], message["run_id"])
     assert len(rows["layers.0.output"]) == meta["runs"][0]["tokens"]
 
 
@@ -133,7 +133,7 @@ def test_inline_values_are_those_that_would_be_stored(served):
     assert inline["status"] == "inline"
     point = inline["runs"][0]["points"]["layers.5.output"]
     assert (point["format"], point["shape"], point["sample_info"]) == ("sampled_tensor", [3, 5], "first_5_features")
-    rows = load(stored["points"]["layers.5.output"]["uri"], run_id=stored["run_id"])["layers.5.output"]
+    rows = read_run(stored["points"]["layers.5.output"]["uri"], run_id=stored["run_id"])["layers.5.output"]
     torch.testing.assert_close(torch.tensor(point["data"]), rows, rtol=1e-5, atol=1e-5)
 
 
@@ -141,9 +141,9 @@ def test_inline_values_are_those_that_would_be_stored(served):
 def test_each_row_says_where_its_token_begins_in_the_text(served, tokens):
     answer = chat(served, "Größe 🙂 plus 3?", capture={"points": ["norm.output"], "tokens": tokens}, session_id="text")
     stored = answer["activations_meta"]["runs"][0]
-    run = load(stored["points"]["norm.output"]["uri"], run_id=stored["run_id"])
+    run = read_run(stored["points"]["norm.output"]["uri"], run_id=stored["run_id"])
     whole = chat(served, "Größe 🙂 plus 3?", capture={"points": ["norm.output"]}, session_id="text")
-    rest = load(
+    rest = read_run(
         whole["activations_meta"]["runs"][0]["points"]["norm.output"]["uri"],
         run_id=whole["activations_meta"]["runs"][0]["run_id"],
     )
@@ -163,7 +163,7 @@ def test_bfloat16_is_stored_and_read_back_as_it_is(served):
     answer = chat(served, capture={"points": ["norm.output"], "dtype": "bfloat16"}, session_id="half")
     run = answer["activations_meta"]["runs"][0]
     assert run["points"]["norm.output"]["dtype"] == "bfloat16"
-    assert load(run["points"]["norm.output"]["uri"], run_id=run["run_id"])["norm.output"].dtype == torch.bfloat16
+    assert read_run(run["points"]["norm.output"]["uri"], run_id=run["run_id"])["norm.output"].dtype == torch.bfloat16
 
 
 def test_a_run_that_has_nothing_to_store_fails_with_the_reason_and_the_answer_comes(served):
@@ -176,7 +176,7 @@ def test_a_run_that_has_nothing_to_store_fails_with_the_reason_and_the_answer_co
 def test_what_is_asked_with_a_run_is_stored_with_it(served):
     capture = {"points": ["embed.output"], "tags": {"condition": "control"}, "sample_id": "q7"}
     run = chat(served, capture=capture, session_id="facts", seed=3)["activations_meta"]["runs"][0]
-    facts = load(run["points"]["embed.output"]["uri"], run_id=run["run_id"]).facts
+    facts = read_run(run["points"]["embed.output"]["uri"], run_id=run["run_id"]).facts
     assert (facts.tags, facts.sample_id, facts.model) == ({"condition": "control"}, "q7", MODEL)
     assert facts.sampling["seed"] == 3
 
@@ -209,16 +209,6 @@ def test_a_page_of_a_session_has_the_files_of_its_runs(served):
         listed += page["files"]
     assert sorted(listed, key=lambda file: file["uri"]) == whole["files"]
     httpx.delete(url, timeout=60)
-
-
-def test_sessions_are_paged(served):
-    for name in ("paged-a", "paged-b", "paged-c"):
-        chat(served, store_activations=True, session_id=name, max_tokens=1)
-    page = httpx.get(
-        f"{served.base_url}/activations/sessions", params={"limit": 2, "after": "paged-"}, timeout=60
-    ).json()
-    assert [session["id"] for session in page["data"]] == ["paged-a", "paged-b"]
-    assert page["has_more"]
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +257,7 @@ def test_runs_come_in_pages_and_say_where_they_lie(served, experiment):
     run = first["data"][1]
     assert (run["session_id"], run["sample_id"], run["tags"]["condition"]) == ("filters-a", "q2", "control")
     point = run["points"]["embed.output"]
-    assert len(load(point["uri"], run["run_id"], offset=run["offset"])["embed.output"]) == point["shape"][0]
+    assert len(read_run(point["uri"], run["run_id"], offset=run["offset"])["embed.output"]) == point["shape"][0]
 
 
 def test_of_sessions_the_runs_that_fit_are_counted(served, experiment):
@@ -275,16 +265,6 @@ def test_of_sessions_the_runs_that_fit_are_counted(served, experiment):
     assert [(one["id"], one["runs"], one["models"]) for one in listed] == [("filters-a", 2, [MODEL])]
     listed = get(served, "sessions", sample_id="q2").json()["data"]
     assert [(one["id"], one["runs"]) for one in listed] == [("filters-a", 1)]
-
-
-def test_a_sessions_runs_come_in_pages_where_that_is_asked(served, experiment):
-    whole = get(served, "session/filters-a").json()
-    assert [run["run_id"] for run in whole["runs"]] == experiment[:2]
-    assert whole["has_more"] is False
-    page = get(served, "session/filters-a", limit=1).json()
-    assert page["has_more"] is True
-    assert page["runs"] == whole["runs"][:1]
-    assert get(served, "session/filters-a", limit=1, after=experiment[0]).json()["runs"] == whole["runs"][1:]
 
 
 @pytest.mark.parametrize(

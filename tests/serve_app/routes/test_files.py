@@ -14,14 +14,14 @@ import pytest
 import ray
 import torch
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.activations.__main__ import main
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import FileInfo, RunInfo
 from deployments.activations.segments.columns import to_batch, to_tensor
 from deployments.activations.segments.schema import point_types
 from deployments.points.patterns import Patterns
-from serve_app.http.ranges import PAGE_BYTES
+from serve_app.http.paging import PAGE_BYTES
 from vitrine.runs.files import head_length, stream_of
 
 POINT, WEIGHTS, OTHER = "layers.1.output", "layers.1.attention.weights", "norm.output"
@@ -180,7 +180,7 @@ def test_a_session_lists_a_hundred_runs_unless_more_are_asked_for(served, put):
 def test_a_session_is_pulled_to_a_directory_that_load_reads(served, runs, tmp_path, capsys):
     assert main(["pull", served.root, "mixed", "--dir", str(tmp_path)]) == 0
     for run, points in runs.items():
-        pulled = load(tmp_path / "_" / "mixed", run)
+        pulled = read_run(tmp_path / "_" / "mixed", run)
         assert pulled.facts.tags == {"k": run}
         for name, kept in points.items():
             left, right = (rows.values if isinstance(rows, Patterns) else rows for rows in (pulled[name], kept))
@@ -219,6 +219,6 @@ def test_a_run_is_loaded_from_a_server_by_its_id_alone(served, put, monkeypatch)
     points = {POINT: torch.randn(5, 8).bfloat16()}
     put("elsewhere", "run-elsewhere", points)
     monkeypatch.setenv("VITRINE_ACTIVATIONS", served.root)
-    assert same_bits(load("run-elsewhere")[POINT], points[POINT])
+    assert same_bits(read_run("run-elsewhere")[POINT], points[POINT])
     with pytest.raises(ValueError, match="the run 'run-none' cannot be fetched"):
-        load("run-none")
+        read_run("run-none")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
-import httpx
 import pytest
 
 from deployments.errors import RequestError
 from serve_app.routes.activations import tag_pairs
-from tests.serve_app.described import APP, DESCRIPTION
+from tests.serve_app.described import DESCRIPTION, send
 
 OPEN = {("get", "/health")}  # load balancers add parameters of their own
 OPERATIONS = [
@@ -21,18 +19,9 @@ OPERATIONS = [
 ]
 
 
-def sent(method: str, address: str) -> httpx.Response:
-    async def answer() -> httpx.Response:
-        transport = httpx.ASGITransport(APP, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.request(method, address)
-
-    return asyncio.run(answer())
-
-
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=" ".join)
 def test_every_route_refuses_an_unknown_parameter_by_its_name(method, path):
-    answer = sent(method, re.sub(r"\{\w+(:path)?\}", "some", path) + "?surprise=1")
+    answer = send(method, re.sub(r"\{\w+(:path)?\}", "some", path) + "?surprise=1")
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert (error["param"], error["code"], error["type"]) == ("surprise", "unknown_field", "invalid_request_error")
@@ -49,20 +38,20 @@ def test_every_route_refuses_an_unknown_parameter_by_its_name(method, path):
     ids=["unknown", "misspelt", "other case", "endless"],
 )
 def test_the_message_has_the_nearest_name_and_all_that_there_are(query, param, said):
-    answer = sent("get", f"/v1/activations/runs?{query}")
+    answer = send("get", f"/v1/activations/runs?{query}")
     assert answer.json()["error"]["param"] == param
     assert said in answer.json()["error"]["message"]
     assert len(answer.content) < 512
 
 
 def test_no_route_and_a_wrong_method_are_told_before_their_queries():
-    assert sent("get", "/v1/nothing?surprise=1").status_code == 404
-    assert sent("put", "/v1/models?surprise=1").status_code == 405
+    assert send("get", "/v1/nothing?surprise=1").status_code == 404
+    assert send("put", "/v1/models?surprise=1").status_code == 405
 
 
 def test_pages_for_browsers_take_any_query():
-    assert sent("get", "/docs?surprise=1").status_code == 200
-    assert sent("get", "/openapi.json?surprise=1").status_code == 200
+    assert send("get", "/docs?surprise=1").status_code == 200
+    assert send("get", "/openapi.json?surprise=1").status_code == 200
 
 
 @pytest.mark.parametrize("text", ["", "x", "=x"])

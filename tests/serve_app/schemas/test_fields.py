@@ -17,8 +17,7 @@ from safetensors.torch import save
 from transformers import AutoTokenizer
 
 from deployments.demo_model import WEIGHTS
-from serve_app.schemas.generation import ChatRequest, CompletionRequest
-from serve_app.schemas.ignored import REFUSED_WITH_REASON
+from serve_app.schemas.generation import REFUSED_WITH_REASON, ChatRequest, CompletionRequest
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "http.md"
 ROWS = re.findall(r"^\| `([a-z_.]+)` \| (\w+) \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.activations import load
+from deployments.activations import read_run
 from deployments.engine.request import Sampling
 from serve_app.schemas.generation import ChatRequest
 
@@ -81,6 +81,6 @@ def test_a_run_remembers_how_its_tokens_were_drawn(client):
         extra_body={"capture": {"points": ["norm.output"], "required": True}, "min_p": 0.25},
     )
     (run,) = answer.activations_meta["runs"]
-    sampling = load(run["points"]["norm.output"]["uri"], run_id=run["run_id"]).facts.sampling
+    sampling = read_run(run["points"]["norm.output"]["uri"], run_id=run["run_id"]).facts.sampling
     assert sampling["logit_bias"] == {"40": 2.0}
     assert sampling["min_p"] == 0.25

@@ -37,8 +37,8 @@ def evaluate(served, interpreter, tmp_path_factory) -> Evaluate:
             command += ["--temperature", "0", "--max-tokens", "96"]
         lines = "import os, runpy, sys", f"os.environ |= {env}", f"sys.argv = {command}"
         (folder / "run.py").write_text("\n".join([*lines, "runpy.run_module('inspect_ai', run_name='__main__')"]))
-        said = interpreter.run(folder / "run.py")
-        assert fails or said.stderr.rstrip().endswith("SystemExit: 0"), said
+        done = interpreter.run(folder / "run.py")
+        assert fails or done.stderr.rstrip().endswith("SystemExit: 0"), done
         return sorted((folder / "logs").iterdir())
 
     return run

@@ -16,9 +16,9 @@ pytestmark = [
 def read(logs):
     from inspect_ai.log import read_eval_log
 
-    found = {name: read_eval_log(str(path)) for name, path in logs.items()}
-    assert {name: log.status for name, log in found.items()} == dict.fromkeys(("loop", "choices", "sums"), "success")
-    return found
+    by_name = {name: read_eval_log(str(path)) for name, path in logs.items()}
+    assert {name: log.status for name, log in by_name.items()} == dict.fromkeys(("loop", "choices", "sums"), "success")
+    return by_name
 
 
 def calls(sample):
@@ -34,7 +34,7 @@ def test_each_call_of_a_tool_loop_names_its_stored_run(client, read):
     assert len(tags) == sum(len(calls(sample)) for sample in log.samples)
     for sample in log.samples:
         assert len(calls(sample)) > 1
-        messages = [place for place, said in enumerate(sample.messages) if said.role == "assistant"]
+        messages = [place for place, message in enumerate(sample.messages) if message.role == "assistant"]
         for call, message in zip(calls(sample), messages, strict=True):
             (run_id,) = call.metadata["run_ids"]
             assert call.metadata["status"] == "stored"

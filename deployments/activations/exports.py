@@ -22,17 +22,16 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
-from deployments.activations.export import Format
+from deployments.activations.facts import Format
 from deployments.activations.reader.loading import column_of, values_of
-from deployments.activations.reader.selection import select
-from deployments.activations.reader.sources import chosen
+from deployments.activations.reader.sources import chosen, select
 from deployments.activations.reader.tables import Layout, record_batches
-from deployments.activations.segments.segments import WholeRun, whole_runs
+from deployments.activations.segments.segments import RunBatches, whole_runs
 from deployments.points.names import COLUMNS
 from deployments.points.patterns import Patterns
 
 _Write = Callable[[Path], None]
-_Read = Callable[[], WholeRun]
+_Read = Callable[[], RunBatches]
 FACTS = "run.facts"  # no point's name: those with a dot end in `input`, `output` or `weights`
 _ROW_GROUP = 32 << 20  # bytes of rows that Parquet writes together
 
@@ -66,9 +65,9 @@ def export(
     if format == "hf" and find_spec("datasets") is None:
         raise ValueError("the format hf needs the package datasets: pip install datasets")
     runs = [run] if isinstance(run, str) else run
-    found = select(*chosen(source, session, runs, None if points is None else set(points)))
+    chosen_runs = select(*chosen(source, session, runs, None if points is None else set(points)))
     folder, writes = Path(to).expanduser(), dict[str, _Write]()
-    for name, write in _tables(found, format) if format in ("parquet", "hf") else _split(found, format):
+    for name, write in _tables(chosen_runs, format) if format in ("parquet", "hf") else _split(chosen_runs, format):
         if name in writes:
             raise ValueError(f"two points or runs would both be written to {name}: export them by themselves")
         if not overwrite and os.path.lexists(folder / name):
@@ -95,13 +94,13 @@ def _make(path: Path, write: _Write) -> None:
         unfinished.replace(path)
 
 
-def _later(run: WholeRun) -> _Read:
+def _later(run: RunBatches) -> _Read:
     """Reads a run again once it is written: open ones take memory."""
     path, offset, types = run.path, run.offset, run.types
     return lambda: next(whole_runs(path, offset))._replace(types=types)
 
 
-def _split(runs: Iterable[WholeRun], format: Format) -> Iterator[tuple[str, _Write]]:
+def _split(runs: Iterable[RunBatches], format: Format) -> Iterator[tuple[str, _Write]]:
     """The files of formats with files of their own for each run: their names, and what writes them."""
     for run in runs:
         session, id = run.facts.session_id, run.facts.run_id
@@ -112,12 +111,12 @@ def _split(runs: Iterable[WholeRun], format: Format) -> Iterator[tuple[str, _Wri
             yield _file_name(session, id, format), partial(_write_tensors, _later(run), format)
 
 
-def _names(run: WholeRun) -> list[str]:
+def _names(run: RunBatches) -> list[str]:
     """A run's points, and `<point>.lengths` of its attention patterns."""
     return [*run.types, *(f"{name}.lengths" for name, kind in run.types.items() if None in kind.shape)]
 
 
-def _tensor(run: WholeRun, name: str) -> torch.Tensor:
+def _tensor(run: RunBatches, name: str) -> torch.Tensor:
     """What a run has by a name, `[rows, ...features]`: a point, an int32 column, or lengths of attention patterns.
 
     Patterns are padded with zeros to `[rows, heads, widest]`; their lengths say how many tokens each row's token sees.
@@ -147,8 +146,8 @@ def _write_tensors(read: _Read, format: Format, path: Path) -> None:
         np.savez(file, **arrays)
 
 
-def _tables(runs: Iterable[WholeRun], format: Format) -> Iterator[tuple[str, _Write]]:
-    """The same for each group of runs whose rows fit one table: of one session, model, points and dtypes."""
+def _tables(runs: Iterable[RunBatches], format: Format) -> Iterator[tuple[str, _Write]]:
+    """The files of formats with one for all runs of a session, model, points and dtypes, whose rows fit one table."""
     groups, numbers = dict[bytes, tuple[str, pa.Schema, list[_Read]]](), Counter[str]()
     for run in runs:
         session, schema = run.facts.session_id, run.batches[0].schema
@@ -173,9 +172,9 @@ def _write_parquet(schema: pa.Schema, group: Sequence[_Read], path: Path) -> Non
     """Few readers of Parquet know Arrow's extension types: points are lists."""
     rows = _rows(group, Layout())
     held, size = [first := next(rows)], first.nbytes
-    said = first.schema.with_metadata(schema.metadata)
+    described = first.schema.with_metadata(schema.metadata)
     # Only words repeat: activations are as good as random, and a dictionary of them costs time.
-    with pq.ParquetWriter(path, said, use_dictionary=["run_id", "sample_id", "phase"]) as writer:
+    with pq.ParquetWriter(path, described, use_dictionary=["run_id", "sample_id", "phase"]) as writer:
         for batch in rows:
             if size >= _ROW_GROUP:
                 writer.write_table(pa.Table.from_batches(held))

@@ -1,1 +1,0 @@
-"""Copies of sealed files in a bucket."""

@@ -1,1 +1,0 @@
-"""Writers on other nodes of a cluster, which share the store's directory."""
