@@ -94,6 +94,16 @@ def test_arguments_that_are_no_object_are_rendered_as_they_are_and_none_as_an_em
     assert {told(none) for none in ("", " ", "null")} == {told("{}")}
 
 
+def test_a_template_of_lists_of_parts_shows_texts(tiny, byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% for part in message.content or [] %}"
+        "{% if part.type == 'text' %}{{ part.text }}.{% endif %}{% endfor %}{% endfor %}"
+    )
+    messages = [{"role": "system", "content": "Be brief"}, QUESTION, {"role": "assistant", "content": None}]
+    assert ChatFormat(tokenizer, tiny("llama").hf).render(messages, None) == "Be brief.What is 12 * 7?."
+
+
 def test_an_earlier_answer_renders_as_the_model_wrote_it(chat, prompt):
     call = {"type": "function", "function": {"name": "calculator", "arguments": '{"expression": "12*7"}'}}
     told = chat.render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], [TOOL])
