@@ -282,18 +282,19 @@ def _rows(part: ReadoutRows) -> list[Any]:
     ]
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """None instead of a number that is not finite, which JSON cannot express."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _of_edits(end: End) -> dict[str, Any]:
     """A choice's fields for the norms that interventions used, for gates and reports, and for the row that ended it."""
     fields: dict[str, Any] = {}
     if end.norms:
-        fields["norms"] = [norm._asdict() for norm in end.norms]
+        fields["norms"] = [one._asdict() | {"norm": _finite(one.norm)} for one in end.norms]
     if end.edits:
         fields["report"] = [
-            {name: value for name, value in edit._asdict().items() if value is not None} for edit in end.edits
+            {name: _finite(value) for name, value in edit._asdict().items() if value is not None} for edit in end.edits
         ]
     if end.stop_reason:
         fields["stop_reason"] = end.stop_reason._asdict() | {"value": _finite(end.stop_reason.value)}

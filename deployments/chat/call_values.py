@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS, parse_content, process_field
@@ -73,7 +73,29 @@ class CallValues:
         parameters = self._functions.get(function, {}).get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return tuple(dict.fromkeys(_schema_types(schema)))
+        return tuple(dict.fromkeys(_types(schema, parameters, set())))
+
+
+def _types(schema: Any, root: Any, followed: set[str]) -> Iterator[str]:
+    """The types that a schema allows, in order, including those of `$ref` and `allOf`.
+
+    Args:
+        schema: The schema, a part of `root`.
+        root: The whole schema, which references name parts of.
+        followed: References that were followed already: a schema may refer to itself.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    yield from _schema_types({name: schema[name] for name in schema.keys() & {"type", "nullable"}})
+    for name in ("anyOf", "oneOf", "allOf"):
+        for part in schema[name] if isinstance(schema.get(name), list) else ():
+            yield from _types(part, root, followed)
+    if isinstance(reference := schema.get("$ref"), str) and reference not in followed:
+        followed.add(reference)
+        part = root
+        for name in reference.removeprefix("#/").split("/"):
+            part = part.get(name) if isinstance(part, Mapping) else None
+        yield from _types(part, root, followed)
 
 
 def check(field: ResponseTemplateField) -> None:

@@ -11,6 +11,8 @@ from deployments.errors import RequestError, naming
 from deployments.job import Job, Text
 from deployments.model.model import Model
 
+LINE = "\n"  # what precedes a text that is tokenized as a part; few tokens join a line's end to what follows
+
 
 class Echo(NamedTuple):
     """A prompt as repeated in an answer.
@@ -117,9 +119,12 @@ class Prompts:
         texts = {"token_texts": [self._token_texts.of(token).text for token in tokens]} if strings else {}
         return {"prompt": self._decoded(list(tokens))} | texts
 
-    def plain_ids(self, text: str) -> list[int]:
-        """Tokenize a text without adding special tokens."""
-        return self._ids(text, add_special_tokens=False)
+    def inner_ids(self, text: str) -> list[int]:
+        """Tokenize a text as if another preceded it, since many tokenizers put a space before a text."""
+        before, joined = (self._ids(whole, add_special_tokens=False) for whole in (LINE, LINE + text))
+        if joined[: len(before)] != before:
+            return self._ids(text, add_special_tokens=False)
+        return joined[len(before) :]
 
     # ---- shared
 

@@ -28,6 +28,9 @@ TEMPLATE_DEFAULTS = {  # default template variables; requests may add others
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *inspect.signature(render_jinja_template).parameters,
 }
+# A template is the model's own program and can raise any error.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, RecursionError)
+PROBE = "probe"  # a text that no template has of its own
 
 
 class ChatFormat:
@@ -76,13 +79,31 @@ class ChatFormat:
             text = self._rendered(messages, tools, **variables)
             text.encode()  # arguments of earlier calls are JSON within JSON, which can contain half of a surrogate pair
             return text
-        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
-            # A template is the model's own program and can raise any error.
+        except TEMPLATE_ERRORS as error:
             raise RequestError(f"the model's chat template rejects these messages: {error}", "messages") from error
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **more: Any) -> str:
         parsed = [_with_parsed_arguments(message) for message in messages]
+        if self._needs_parts:
+            parsed = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message.get("content"), str)
+                else message
+                for message in parsed
+            ]
         return str(self._tokenizer.apply_chat_template(parsed, tools=tools, tokenize=False, **more))
+
+    @functools.cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the template shows texts in lists of parts only; most such templates leave a string out silently."""
+
+        def shows(content: Any) -> bool:
+            with contextlib.suppress(*TEMPLATE_ERRORS):
+                message = {"role": "user", "content": content}
+                return PROBE in str(self._tokenizer.apply_chat_template([message], tokenize=False))
+            return False
+
+        return not shows(PROBE) and shows([{"type": "text", "text": PROBE}])
 
     def tokenize(self, prompt: str) -> list[int]:
         """The token ids of a rendered prompt, which already contains its special tokens."""
@@ -193,8 +214,9 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     parsed = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
-        if isinstance(function["arguments"], str):
+        if isinstance(given := function["arguments"], str):
             with contextlib.suppress(ValueError):  # keep other text as the model wrote it
-                function["arguments"] = json.loads(function["arguments"])
+                value = json.loads(given) if given.strip() else None  # some clients send no text for no arguments
+                function["arguments"] = value if isinstance(value, dict) else {} if value is None else given
         parsed.append({**call, "function": function})
     return {**message, "tool_calls": parsed} if parsed else message

@@ -249,7 +249,8 @@ class Engine:
             recording = CaptureBuffer(request.capture, request.points, len(request.prompt), request.max_tokens)
         if request.readouts:
             readouts = SequenceReadouts(request.readouts, len(request.prompt))
-        text = TextStream(self.model.tokenizer, request.stop, request.markers)
+        before = request.prompt[-1] if request.continues else None
+        text = TextStream(self.model.tokenizer, request.stop, request.markers, before)
         vocabulary = self.model.hf.get_output_embeddings().out_features
         sampling_state = SamplingState(request, self.model.eos, vocabulary)
         scores = PromptScores(request, vocabulary) if request.prompt_logprobs is not None else None

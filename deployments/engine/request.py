@@ -126,6 +126,7 @@ class Request:
         lens: The logit lens to return with each token; None for none.
         readouts: Readouts whose values are returned.
         stop_when: The answer ends before the token that would follow a row that met this; None for never.
+        continues: Its text continues the prompt's, so that a space between them is part of it.
         streamed: Return what each step adds; otherwise everything comes with the end.
         owner: A prefix's keys and values are shared only among requests of the same owner, because the number of
             reused tokens would reveal another owner's prompts.
@@ -148,6 +149,7 @@ class Request:
     lens: LensLayers | None = None
     readouts: tuple[ResolvedReadout, ...] = ()
     stop_when: Gate | None = field(default=None, hash=False)
+    continues: bool = False
     streamed: bool = True
     owner: str | None = None
 

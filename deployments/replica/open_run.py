@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from ray.exceptions import RayError
 
 from deployments.activations.facts import RunLocation, StoreError
@@ -198,8 +200,16 @@ def _inline(capture: Capture, captured: Captured) -> dict[str, dict[str, Any]]:
             "format": "sampled_tensor",
             "shape": list(value.shape),
             "dtype": dtype_name(value.dtype),
-            "data": [row.float().tolist() for row in value],
+            "data": [_numbers(row) for row in value],
             "sample_info": info,
         }
         for name, value in captured.values.items()
     }
+
+
+def _numbers(row: torch.Tensor) -> list[Any]:
+    """A row's values; None if one is not finite, which JSON cannot express."""
+    wide = row.float().numpy()
+    values = wide.astype(object)
+    values[~np.isfinite(wide)] = None
+    return list(values.tolist())

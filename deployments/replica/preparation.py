@@ -69,7 +69,7 @@ class Preparation:
         self._pool = pool
         points = self._model.points
         self._response_formats = ResponseFormats(chat, self._model)
-        self._lens_resolver = LensResolver(points, prompts.plain_ids, self._model.vocabulary)
+        self._lens_resolver = LensResolver(points, prompts.inner_ids, self._model.vocabulary)
         self._stored_tensors = StoredTensors(points, store, reader, options.max_request_tensor_bytes)
         self._readouts = ReadoutCache(
             options.served_name,
@@ -79,6 +79,9 @@ class Preparation:
             pool,
             self._model.batch_invariant,
         )
+        # Special tokens are not in the text, where a stop string would be looked for.
+        added = self._model.tokenizer.added_tokens_decoder.items()
+        self._special = {token.content: id for id, token in added if token.special and id < self._model.vocabulary}
         self._edit_resolver = functools.partial(EditResolver, points, self._model.device)
 
     @contextlib.contextmanager
@@ -183,12 +186,14 @@ class Preparation:
             max_tokens=max_tokens,
             sampling=sampling,
             stop=job.stop,
-            stop_token_ids=job.stop_token_ids,
+            stop_token_ids=job.stop_token_ids
+            + tuple(self._special[text] for text in job.stop if text in self._special),
             ignore_eos=job.ignore_eos,
             logprobs=0 if job.ranked and job.logprobs is None else job.logprobs,
             prompt_logprobs=job.logprobs if job.echo else None,
             capture=capture,
             points=points,
+            continues=job.messages is None,
             streamed=streamed,
             owner=job.account.owner,
         )

@@ -133,10 +133,11 @@ def install(api: FastAPI) -> None:
 def invalid(errors: Sequence[Any]) -> ApiError:
     """The error of the first field that does not fit, from pydantic's errors.
 
-    A value that fits no branch of a union has an error for each branch; the deepest is the most specific.
+    A value that fits no branch of a union has an error for each branch; the deepest is the most specific, and of these
+    one of a branch whose type is the value's.
     """
     same = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
-    worst = max(same, key=lambda error: len(error["loc"]))
+    worst = max(same, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     context = worst.get("ctx", {})
     location = worst["loc"][1:]  # the first part is `body`, `query` or `path`
     if worst["type"] == "unknown_field":

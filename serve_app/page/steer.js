@@ -207,7 +207,7 @@ export function view(app) {
   /** The size of the changes: the operations' unit and effects, as reported by the server. */
   function tell({ norms = [], report: done = [] }, scale) {
     const lengths = norms.map(({ point, norm: length }) => `${number(Math.abs(scale) * length)} at ${point}, where rows are ${number(length)} long`);
-    const changes = done.map(({ point, rows: count, mean_change: mean, largest_change: most }) => (count ? `${count} rows at ${point} by ${percent(mean)} of their length on average, by ${percent(most)} at the most` : `no row at ${point}`));
+    const changes = done.map(({ point, rows: count, mean_change: mean, largest_change: most }) => (count ? `${count} rows at ${point} by ${percent(mean ?? Infinity)} of their length on average, by ${percent(most ?? Infinity)} at the most` : `no row at ${point}`));
     report.textContent = lengths.length ? `Added a vector of length ${some(lengths)} (median). ` : "";
     if (changes.length) report.append(`Changed ${some(changes)}.`);
     if (app.info()?.tokens_depend_on_batch) report.append(" In this dtype a request’s tokens may depend on what shares its batch.");

@@ -67,7 +67,8 @@ class ChatMessage(Strict):
     @property
     def spoken(self) -> dict[str, Any]:
         """The message for the chat template."""
-        names = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
+        # Some templates take an empty list for a call.
+        names = {"name", "tool_call_id", "reasoning_content", *(["tool_calls"] if self.tool_calls else [])}
         further = self.model_dump(include=names, exclude_none=True)
         # Many templates know no other role for instructions, and ignore contents that are not strings.
         role = "system" if self.role == "developer" else self.role

@@ -58,6 +58,18 @@ def test_a_run_holds_values_after_the_change_and_the_change_itself(served):
     assert moved.tolist() == pytest.approx([5 * number for number in STEER["vector"]], abs=1e-3)
 
 
+def test_values_that_are_not_finite_are_null(served):
+    row = {"point": "layers.5.output", "tokens": {"positions": [1]}}
+    changes = [{"op": "scale", "factor": 3e38} | row, STEER | {"unit": "residual_norm"} | row]
+    capture = {"points": [row["point"]], "return": "inline", "tokens": row["tokens"]}
+    answer = post(served, interventions=changes, report=True, capture=capture)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["norms"][0]["norm"] is None
+    assert choice["report"][0]["largest_change"] is None
+    assert None in answer.json()["activations_meta"]["runs"][0]["points"][row["point"]]["data"][0]
+
+
 def test_a_vector_may_be_a_tensor_that_was_sent_before(served):
     sent = save({"direction": torch.tensor(STEER["vector"]), "other": torch.zeros(3)})
     answer = httpx.post(

@@ -14,7 +14,11 @@ class TextStream:
     """The text of one request while it is generated."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str] = (), markers: Mapping[int, str] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        stop: Sequence[str] = (),
+        markers: Mapping[int, str] | None = None,
+        before: int | None = None,
     ) -> None:
         """Initialize an empty text.
 
@@ -22,11 +26,13 @@ class TextStream:
             tokenizer: The model's tokenizer.
             stop: Strings that end it.
             markers: Special tokens that appear in the text, with their spelling; others are left out.
+            before: The token that the text continues, if any.
         """
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
         self._waiting: list[int] = []  # tokens held back: bytes of an unfinished character, special tokens
-        self._last: int | None = None  # the last token that was text
+        self._last = before  # the last token that was text
+        self._before = self._context()  # the token before those that `close` decodes again
+        self._stream = DecodeStream(ids=self._before, skip_special_tokens=True)
         self._stop = tuple(stop)
         self._markers = markers or {}
         self._read = 0  # tokens
@@ -90,16 +96,18 @@ class TextStream:
         self._append(self._decode(self._waiting))
         self._waiting.clear()
         self._mark()
-        # Many decoders drop a leading space.
-        before = [] if self._last is None or "\ufffd" in self._decode([self._last]) else [self._last]
-        self._stream = DecodeStream(ids=before, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=self._before, skip_special_tokens=True)
+
+    def _context(self) -> list[int]:
+        """What to decode a token after: many decoders drop a leading space. Empty within a character."""
+        return [] if self._last is None or "\ufffd" in self._decode([self._last]) else [self._last]
 
     def _append(self, text: str) -> None:
         self._chunks.append(text)
         self._pending += text
 
     def _mark(self) -> None:
-        self._marked, self._after = self.length, self._read
+        self._marked, self._after, self._before = self.length, self._read, self._context()
 
     def _decode(self, tokens: Sequence[int]) -> str:
         decoded = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -113,7 +121,8 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        text, rest = "".join(self._chunks)[self._marked :], self._decode(tokens[self._after :])
+        text, before = "".join(self._chunks)[self._marked :], self._before
+        rest = self._decode([*before, *tokens[self._after :]]).removeprefix(self._decode(before))
         if rest.startswith(text):
             self._pending += rest[len(text) :]
         return self._emit(hold=False)

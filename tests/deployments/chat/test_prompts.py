@@ -79,3 +79,10 @@ def test_a_chats_tokens_are_those_of_the_template_as_it_is_told(demo):
     for told, text in (({}, "2+2"), ({"enable_thinking": True}, "2+2<think>")):
         tokens = prompts.tokenize(Text(messages=chat, template_kwargs=told, add_special_tokens=False))["tokens"]
         assert tokens == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_part_of_a_text_has_only_its_own_spaces(demo):
+    opening = opening_tokenizer()
+    for text, tokens in (("a b", ["a", "▁", "b"]), (" a", ["▁", "a"]), ("", [])):
+        assert opening.convert_ids_to_tokens(prompts_of(opening).inner_ids(text)) == tokens
+        assert prompts_of(demo.tokenizer).inner_ids(text) == demo.tokenizer(text)["input_ids"]

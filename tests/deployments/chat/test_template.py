@@ -84,9 +84,24 @@ def test_earlier_calls_render_the_same_from_json_text_as_from_an_object(chat):
     assert sent == history(json.dumps(arguments))  # the caller's messages are left as they were
 
 
-def test_arguments_that_are_no_json_are_rendered_as_they_are(chat):
-    call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": "12*"}}
-    assert "12*" in chat.render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], [TOOL])
+def test_arguments_that_are_no_object_are_rendered_as_they_are_and_none_as_an_empty_one(chat):
+    def told(arguments):
+        call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+        return chat.render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], [TOOL])
+
+    assert "12*" in told("12*")
+    assert "[1, 2]" in told("[1, 2]")
+    assert {told(none) for none in ("", " ", "null")} == {told("{}")}
+
+
+def test_a_template_of_lists_of_parts_shows_texts(tiny, byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% for part in message.content or [] %}"
+        "{% if part.type == 'text' %}{{ part.text }}.{% endif %}{% endfor %}{% endfor %}"
+    )
+    messages = [{"role": "system", "content": "Be brief"}, QUESTION, {"role": "assistant", "content": None}]
+    assert ChatFormat(tokenizer, tiny("llama").hf).render(messages, None) == "Be brief.What is 12 * 7?."
 
 
 def test_an_earlier_answer_renders_as_the_model_wrote_it(chat, prompt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -379,9 +380,13 @@ def test_arguments_that_have_no_types_get_those_of_the_tools_schema():
             "content": {},
         },
     }
-    days = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"days": {"type": "integer"}}}}}
-    for streamed in (False, True):
-        reader = AnswerReader(load_response_template(template), "", [days], streamed=streamed)
+    number = {"type": "integer"}
+    definitions = {"number": number, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, number]}}
+    schemas = [number, {"$ref": "#/$defs/number"}, {"allOf": [{"$ref": "#/$defs/loop"}]}]
+    for schema, streamed in itertools.product(schemas, (False, True)):
+        parameters = {"properties": {"days": schema}, "$defs": definitions}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        reader = AnswerReader(load_response_template(template), "", [tool], streamed=streamed)
         assert read(reader, "<function=f><days>7</days></function>") == ("", [("f", {"days": 7})], "")
 
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from deployments.engine.decoding.text import TextStream
 
 
-def stream(tokenizer, tokens, stop=(), min_tokens=0):
+def stream(tokenizer, tokens, stop=(), min_tokens=0, before=None):
     """(text, chunks, stopped) of tokens added one at a time until a stop string."""
-    text = TextStream(tokenizer, stop)
+    text = TextStream(tokenizer, stop, before=before)
     chunks, read = [], []
     for token in tokens:
         read.append(token)
@@ -67,6 +67,24 @@ def test_bytes_that_are_no_text_end_no_stream(fallback_tokenizer, tokens):
     letters = [token for token in tokens if token > 256]
     kept = "".join(char for char in back if char in "abc ")
     assert len(kept) >= sum(letter != 260 for letter in letters)  # only a space at the beginning is dropped
+
+
+EURO = [1 + byte for byte in "€".encode()]  # of the tokenizer above
+
+
+@given(
+    prompt=st.lists(st.integers(257, 260), min_size=1, max_size=3),
+    parts=st.lists(st.sampled_from([[257], [258], [260], EURO]), max_size=8),
+    cut=st.integers(0, 2),
+)
+def test_a_continuation_joins_to_its_prompt(fallback_tokenizer, prompt, parts, cut):
+    tokens = [*(token for part in parts for token in part), 259, *EURO[:cut]]
+    back, _, _ = stream(fallback_tokenizer, tokens, before=prompt[-1])
+    assert fallback_tokenizer.decode(prompt) + back == fallback_tokenizer.decode(prompt + tokens)
+
+
+def test_a_continuation_shows_no_part_of_a_prompts_unfinished_character(fallback_tokenizer):
+    assert stream(fallback_tokenizer, [257, 260, 258], before=EURO[0])[0] == "a b"
 
 
 def test_what_was_shown_of_broken_bytes_stands(fallback_tokenizer):

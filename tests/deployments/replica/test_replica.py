@@ -70,6 +70,14 @@ def test_a_working_engine_is_healthy(replica):
     replica.check_health()
 
 
+def test_a_stop_string_that_is_a_special_token_ends_an_answer(replica):
+    special = "<|im_start|>"
+    id = replica._model.tokenizer.convert_tokens_to_ids(special)
+    forced = dataclasses.replace(GREEDY, logit_bias={id: 100.0})
+    end = asyncio.run(replica.complete(job(stop=("x", special), sampling=forced)))[-1]
+    assert (end.finish_reason, end.completion_tokens) == ("stop", 1)
+
+
 def test_a_dead_engine_fails_the_health_check_and_who_waits_is_told(replica):
     def broken():
         raise AssertionError("a broken invariant")

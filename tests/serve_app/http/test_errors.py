@@ -97,6 +97,13 @@ def test_fields_at_openais_defaults_are_taken(served):
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize(("prompt", "param"), [([], "prompt"), ([[40], []], "prompt[1]")])
+def test_an_empty_list_is_called_too_short_and_not_no_text(served, prompt, param):
+    body = {"model": CHAT["model"], "prompt": prompt}
+    error = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()["error"]
+    assert (error["param"], "at least 1 item" in error["message"]) == (param, True), error
+
+
 def test_an_unknown_point_gets_the_nearest_names(served):
     body = CHAT | {"capture": {"points": ["layers.1.outptu"]}}
     message = httpx.post(f"{served.base_url}/chat/completions", json=body, timeout=60).json()["error"]["message"]

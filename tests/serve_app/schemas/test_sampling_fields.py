@@ -31,6 +31,12 @@ def test_fields_become_settings():
     assert ChatRequest.model_validate(common | {"top_k": -1}).sampling == Sampling()  # as vLLM says that there is none
 
 
+def test_a_template_gets_no_empty_list_of_calls():
+    told = {"role": "assistant", "content": "x"}
+    body = {"model": MODEL, "messages": [told | {"tool_calls": []}]}
+    assert [message.spoken for message in ChatRequest.model_validate(body).messages] == [told]
+
+
 def test_logit_bias_forces_and_forbids(client, tokenizer):
     (id,) = tokenizer(" apples")["input_ids"][:1]
     word = tokenizer.decode([id])
