@@ -17,7 +17,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         name: The unknown name; above `LONGEST_NAME` characters it is not compared.
         known: A few dozen short names.
     """
-    matches = difflib.get_close_matches(name, known, n=1) if len(name) <= LONGEST_NAME else []
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.7) if len(name) <= LONGEST_NAME else []
     return f": did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from deployments.accounts import OPERATOR, Account
 from deployments.activations.facts import SessionName
@@ -18,6 +18,7 @@ from deployments.points.interventions import Intervention
 from deployments.points.logit_lens import LogitLens
 from deployments.readouts.spec import AskedReadout, Condition
 
+Ending = Literal["answer", "message", "turn"]  # of a prompt: where an answer begins, in the last message, or after it
 _INTERVENTION = re.compile(r"interventions\[(\d+)\]")
 
 
@@ -34,7 +35,9 @@ class Job:
         must_call: Names of functions of which the model must call one; empty if it need not call any.
         parallel_calls: Whether the model may make several calls.
         schema: JSON schema that the text obeys; None for any text.
+        tool_call_format: The form of calls where the chat template shows none; None for no calls there.
         template_kwargs: Further variables for the chat template.
+        ending: Where a chat's prompt ends.
         n: Choices per prompt.
         max_tokens: The most new tokens; None for the rest of the context.
         sampling: How tokens are drawn.
@@ -72,7 +75,9 @@ class Job:
     must_call: tuple[str, ...] = ()
     parallel_calls: bool = True
     schema: dict[str, Any] | None = None
+    tool_call_format: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    ending: Ending = "answer"
     n: int = 1
     max_tokens: int | None = None
     sampling: Sampling = Sampling()
@@ -174,16 +179,18 @@ class Text:
         prompt: The prompt; None for a chat.
         messages: The chat, in OpenAI's form.
         tools: OpenAI's tool definitions that the template shows.
+        tool_call_format: The form of calls where the template shows none.
         template_kwargs: Further variables for the template.
         add_special_tokens: Let the tokenizer add those with which it begins or ends a text.
-        add_generation_prompt: Let the template end a chat where an answer begins.
+        ending: Where a chat ends.
         strings: Give each token as its vocabulary writes it, too.
     """
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_call_format: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    ending: Ending = "answer"
     strings: bool = False

@@ -54,7 +54,7 @@ class Prompts:
             RequestError: One is too long, or the model's template rejects the chat.
         """
         if job.messages is not None:
-            text = self._chat.render(job.messages, job.tools, job.template_kwargs)
+            text = self._rendered(job)
             self._check_length(text, "prompt")
             return [Prompt(self._chat.tokenize(text), text)]
         prompts = []
@@ -92,9 +92,7 @@ class Prompts:
             RequestError: It is too long, or the model's template rejects the chat.
         """
         if text.messages is not None:
-            variables, begins = text.template_kwargs, text.add_generation_prompt
-            written = self._chat.render(text.messages, text.tools, variables, add_generation_prompt=begins)
-            field = "messages"
+            written, field = self._rendered(text), "messages"
         else:
             assert text.prompt is not None
             written, field = text.prompt, "prompt"
@@ -127,6 +125,10 @@ class Prompts:
         return joined[len(before) :]
 
     # ---- shared
+
+    def _rendered(self, chat: Job | Text) -> str:
+        form = self._chat.calling(chat.tool_call_format)
+        return form.render(chat.messages or (), chat.tools, chat.template_kwargs, chat.ending)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]

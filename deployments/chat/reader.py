@@ -73,6 +73,7 @@ class AnswerReader:
         self._after_reasoning = False  # and before content; the line ends between belong to the template
         self.called = False
         self._watched = self._watch()
+        self._unsent = 0  # characters of the prompt at the start of `_pending`
         self._begin(begun_answer(template, prompt))
 
     def add(self, text: str) -> AnswerParts:
@@ -90,12 +91,15 @@ class AnswerReader:
 
     def _begin(self, text: str) -> None:
         """Read the part of the answer that the prompt contains; it is not sent."""
-        self.add(text)
+        begun = self.add(text)
         if self._open in REASONING:
             self.thinking = True
-        elif self._after_reasoning:
+        elif self._after_reasoning or begun.content.strip():
             self.thinking = False
+        self._take(self._spaces())
         self._forget()
+        self._reasoning_text = TrimmedText(begun=bool(begun.reasoning))
+        self._unsent = 0 if self._open == "tool_calls" else len(self._pending)
         self._before = 0
         self._text, self._sent = CallText(), self._length
         self._held.clear()
@@ -139,6 +143,7 @@ class AnswerReader:
 
     def _pass(self, text: str) -> None:
         """Add text outside marks, but hold back trailing whitespace that may belong to one."""
+        text, self._unsent = text[self._unsent :], max(0, self._unsent - len(text))
         shown = text.rstrip() if self._watched.spaced else text
         if shown:
             self._take(self._spaces() + shown)
@@ -150,6 +155,7 @@ class AnswerReader:
 
     def _turn(self, mark: FoundMark, text: str) -> None:
         """Close the open field, or open one."""
+        self._unsent = 0
         name = self._names[mark.pattern]
         begins = self._open is None and name != self._implicit
         self._leave("" if begins else text)
@@ -226,9 +232,10 @@ class AnswerReader:
 class TrimmedText:
     """A text in pieces, without leading and trailing whitespace."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun: bool = False) -> None:
+        """Start a text, or continue one that has begun."""
         self._space: list[str] = []
-        self._begun = False
+        self._begun = begun
 
     def add(self, text: str) -> str:
         """Add text and return the part that is certain not to be trailing whitespace."""

@@ -81,6 +81,12 @@ def response_template(tokenizer: Any, hf: Any) -> ResponseTemplate | None:
     return _linear(load_response_template(known)) if known else None
 
 
+def with_hermes(template: ResponseTemplate | None) -> ResponseTemplate:
+    """The format of a model's answers, None if nothing is known of it, with Hermes' form of calls."""
+    calling = load_response_template(_declared({"tool_calls": HERMES}))
+    return dataclasses.replace(template, fields=calling.fields | template.fields) if template else calling
+
+
 def reasoning(template: ResponseTemplate) -> str | None:
     """The name of a template's reasoning field; None if it has none."""
     return next((name for name in REASONING if name in template.fields), None)
@@ -147,6 +153,8 @@ def _shown(chat_template: Any) -> dict[str, Any] | None:
         if all(text in chat_template for text in these) and not any(text in chat_template for text in not_these):
             fields["tool_calls"] = form
             break
-    if not fields:
-        return None
+    return _declared(fields) if fields else None
+
+
+def _declared(fields: dict[str, Any]) -> dict[str, Any]:
     return {"defaults": {"role": "assistant"}, "start_anchor": ANCHORS, "fields": fields | {"content": {}}}

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,12 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from deployments.chat import response_templates, tool_calls
+from deployments.chat import hermes, response_templates, tool_calls
 from deployments.chat.grammar import GrammarWriter, Reasoning, RequiredCalls, arguments, schema_rule
 from deployments.chat.reader import AnswerReader
 from deployments.engine.decoding.guided import Grammar, GrammarCompiler
 from deployments.errors import RequestError
-from deployments.job import Job
+from deployments.job import Ending, Job
 from deployments.model.model import Model
 
 TEMPLATE_DEFAULTS = {  # default template variables; requests may add others
@@ -31,6 +32,8 @@ TEMPLATE_DEFAULTS = {  # default template variables; requests may add others
 # A template is the model's own program and can raise any error.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, RecursionError)
 PROBE = "probe"  # a text that no template has of its own
+TESTS_NONE = re.compile(r"""\bcontent\b['"\])]*\s+is\s+(not\s+)?none\b""")  # in a chat template
+REMEDY = 'set tool_call_format to "hermes" to describe the tools in a system message and read calls in <tool_call> tags'
 
 
 class ChatFormat:
@@ -39,22 +42,32 @@ class ChatFormat:
     Args:
         tokenizer: The Hugging Face tokenizer, with the chat template.
         hf: The Hugging Face model; its name helps to recognize the format.
+        in_hermes: Write and read tool calls in Hermes' form.
     """
 
-    def __init__(self, tokenizer: Any, hf: Any) -> None:
-        self._tokenizer = tokenizer
-        self._template = response_templates.response_template(tokenizer, hf)
-        known = self._template
+    def __init__(self, tokenizer: Any, hf: Any, in_hermes: bool = False) -> None:
+        self._tokenizer, self._hf, self._in_hermes = tokenizer, hf, in_hermes
+        known = response_templates.response_template(tokenizer, hf)
+        self._template = known = response_templates.with_hermes(known) if in_hermes else known
+        self._shows_calls = known is not None and "tool_calls" in known.fields
         self._markers = {
             tools: response_templates.markers(known, tokenizer, tools) if known else {} for tools in (False, True)
         }
+
+    def calling(self, form: str | None) -> ChatFormat:
+        """This format, or one with this form of calls (`hermes`) if the model's template shows none."""
+        return self if form is None or self._shows_calls else self._hermes
+
+    @functools.cached_property
+    def _hermes(self) -> ChatFormat:
+        return ChatFormat(self._tokenizer, self._hf, in_hermes=True)
 
     def render(
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None,
         more: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
+        ending: Ending = "answer",
     ) -> str:
         """Render a chat to a prompt.
 
@@ -62,7 +75,7 @@ class ChatFormat:
             messages: In OpenAI's form.
             tools: OpenAI's definitions.
             more: Further variables for the template.
-            add_generation_prompt: Whether the prompt ends where an answer begins.
+            ending: Where the prompt ends.
 
         Raises:
             RequestError: The model has no chat template, the template rejects these messages, or `more` has a variable
@@ -73,25 +86,33 @@ class ChatFormat:
         taken = TEMPLATE_DEFAULTS | set(self._tokenizer.special_tokens_map)
         if known := taken.intersection(more or ()):
             name = min(known)
-            raise RequestError(f"{name!r} is set by the server: leave it out", f"chat_template_kwargs.{name}")
+            message = f"{name!r} is set by the server or by another field of the request: leave it out"
+            raise RequestError(message, f"chat_template_kwargs.{name}")
+        ends = {"add_generation_prompt": ending == "answer", "continue_final_message": ending == "message"}
         try:
-            variables = {**(more or {}), "add_generation_prompt": add_generation_prompt}
-            text = self._rendered(messages, tools, **variables)
+            text = self._rendered(messages, tools, **(more or {}), **ends)
             text.encode()  # arguments of earlier calls are JSON within JSON, which can contain half of a surrogate pair
             return text
         except TEMPLATE_ERRORS as error:
             raise RequestError(f"the model's chat template rejects these messages: {error}", "messages") from error
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **more: Any) -> str:
-        parsed = [_with_parsed_arguments(message) for message in messages]
+        if self._in_hermes:
+            messages, tools = hermes.plain(messages, tools), None
+        template = self._tokenizer.get_chat_template(None, tools)
+        # `apply_chat_template` leaves out content that is None, for which some templates test (DeepSeek's).
+        empty = None if TESTS_NONE.search(template) else ""
+        told = [_with_parsed_arguments(message, empty) for message in messages]
         if self._needs_parts:
-            parsed = [
+            told = [
                 {**message, "content": [{"type": "text", "text": message["content"]}]}
                 if isinstance(message.get("content"), str)
                 else message
-                for message in parsed
+                for message in told
             ]
-        return str(self._tokenizer.apply_chat_template(parsed, tools=tools, tokenize=False, **more))
+        variables = {**self._tokenizer.special_tokens_map, "tools": tools, "chat_template": template, **more}
+        rendered: Any = render_jinja_template([told], **variables)  # texts, and where generation began in each
+        return str(rendered[0][0])
 
     @functools.cached_property
     def _needs_parts(self) -> bool:
@@ -119,8 +140,9 @@ class ChatFormat:
             RequestError: This model's format of tool calls is not known.
         """
         template = self._template
-        if tools and not (template and "tool_calls" in template.fields):
-            raise RequestError("the chat template does not show how this model writes tool calls", "tools")
+        if tools and not self._shows_calls:
+            message = f"the chat template does not show how this model writes tool calls: {REMEDY}"
+            raise RequestError(message, "tools")
         if template is None or not (tools or response_templates.reasoning(template)):
             return None
         return AnswerReader(template, prompt, tools or (), parallel, streamed)
@@ -138,7 +160,7 @@ class ChatFormat:
         form = self._form if job.tools else None
         if job.must_call and form is None:
             message = "the chat template does not show how this model writes calls, so none can be required"
-            raise RequestError(message, "tool_choice")
+            raise RequestError(message if self._shows_calls else f"{message}: {REMEDY}", "tool_choice")
         functions = [tool["function"] for tool in job.tools or ()]
         if job.must_call:
             functions = [function for function in functions if function["name"] in job.must_call]
@@ -148,6 +170,8 @@ class ChatFormat:
 
     @functools.cached_property
     def _form(self) -> tool_calls.ToolCallFormat | None:
+        if self._in_hermes:
+            return hermes.FORMAT
         if self._template is None or not self._tokenizer.chat_template:
             return None
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
@@ -191,7 +215,7 @@ class ResponseFormats:
         """
         if job.schema is None and not job.must_call:
             return None
-        source = self._chat.grammar_source(job, prompt)
+        source = self._chat.calling(job.tool_call_format).grammar_source(job, prompt)
         try:
             return self._grammars.compile(source, "tools" if job.must_call else "response_format")
         except RequestError:
@@ -209,8 +233,11 @@ class ResponseFormats:
             self._grammars.compile(f"start: {schema_rule(schema)}", field)
 
 
-def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Parse the arguments of earlier calls: OpenAI's clients send JSON text, and templates expect an object."""
+def _with_parsed_arguments(message: dict[str, Any], empty: str | None) -> dict[str, Any]:
+    """Parse the arguments of earlier calls: OpenAI's clients send JSON text, and templates expect an object.
+
+    Beside calls, content without a text is `empty`.
+    """
     parsed = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
@@ -219,4 +246,4 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
                 value = json.loads(given) if given.strip() else None  # some clients send no text for no arguments
                 function["arguments"] = value if isinstance(value, dict) else {} if value is None else given
         parsed.append({**call, "function": function})
-    return {**message, "tool_calls": parsed} if parsed else message
+    return {**message, "content": message.get("content") or empty, "tool_calls": parsed} if parsed else message

@@ -211,7 +211,10 @@ class CodeRunner:
             gathered = [await updates.get()]
             while not updates.empty():
                 gathered.append(updates.get_nowait())
-            await self._send(*gathered)
+            try:
+                await self._send(*gathered)
+            except (RayError, TimeoutError):  # these are lost, but the job must not wait for them until its limit
+                logger.warning("the board of clients' jobs does not answer", exc_info=True)
             for _ in gathered:
                 updates.task_done()
 

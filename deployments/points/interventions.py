@@ -126,6 +126,10 @@ class ChangeFeature(_Spec):
     tokens: TokenChoice = "all"
     when: Condition | None = None
 
+    @classmethod
+    def _meant(cls, value: dict[Any, Any]) -> frozenset[str]:
+        return super()._meant(value) - ({"value"} if value.get("op") == "zero" else set())
+
     @model_validator(mode="after")
     def _has_its_value(self) -> ChangeFeature:
         if (self.value is None) != (self.op == "zero"):

@@ -23,10 +23,17 @@ class Strict(BaseModel):
         known = _names(cls)
         if isinstance(value, dict) and not value.keys() <= known:
             name = next(name for name in value if name not in known)
-            near = nearest(name, known) if isinstance(name, str) else ""
+            near = nearest(name, cls._meant(value)) if isinstance(name, str) else ""
             error = PydanticCustomError("unknown_field", "there is no such field{nearest}", {"nearest": near})
             raise ValidationError.from_exception_data(cls.__name__, [{"type": error, "loc": (name,), "input": None}])
         return value
+
+    @classmethod
+    def _meant(cls, value: dict[Any, Any]) -> frozenset[str]:
+        """The fields that an unknown one of this object may stand for."""
+        refused = (None, type(None))  # annotations of fields that only null fits
+        fits = (field.alias or name for name, field in cls.model_fields.items() if field.annotation not in refused)
+        return frozenset(fits)
 
 
 @cache

@@ -81,8 +81,7 @@ class ReadoutResolver:
         """The gate of an edit of these tokens at this point; `prompt` is the number of prompt tokens.
 
         Raises:
-            RequestError: It refers to a readout that the request does not use, or acts too late for the prompt's
-                tokens.
+            RequestError: It does not fit the request's readouts, or acts too late for the prompt's tokens.
         """
         source, column = self._value(condition, field)
         lag = int(source.place.order > point.place.order)
@@ -98,7 +97,7 @@ class ReadoutResolver:
         """The condition that ends a sequence's answer; it reads from the row that predicts the first new token.
 
         Raises:
-            RequestError: It refers to a readout that the request does not use.
+            RequestError: It does not fit the request's readouts.
         """
         return Gate(*self._value(condition, field), condition, Tokens(prompt - 1))
 
@@ -113,6 +112,10 @@ class ReadoutResolver:
             has = f"labels {', '.join(readout.spec.labels)}" if readout.spec.labels else f"{readout.count} values"
             name = "label" if condition.label is not None else "feature"
             raise RequestError(f"{condition.readout} has {has}: name one of them", f"{field}.{name}")
+        side, limit = ("below", condition.below) if condition.above is None else ("above", condition.above)
+        if readout.spec.activation == "sigmoid" and limit is not None and not 0 <= limit <= 1:
+            message = f"the values of {condition.readout} are probabilities: choose a number from 0 to 1"
+            raise RequestError(message, f"{field}.{side}")
         return source, column
 
 

@@ -133,7 +133,9 @@ class Preparation:
         lens = self._lens_resolver.of(job.logit_lens)
         used = ReadoutResolver.of(self._model.points, held, job.readouts)
         resolver = self._edit_resolver(job.all_changes, fetched, used, job.report)
-        grammars = [self._response_formats.grammar(job, prompt.text or "") for prompt in prompts]
+        chat = self._chat.calling(job.tool_call_format)
+        texts = ["" if job.ending == "turn" else prompt.text or "" for prompt in prompts]  # begin the answers
+        grammars = [self._response_formats.grammar(job, text) for text in texts]
         choices: dict[str, RunningChoice] = {}
         for index in range(len(prompts) * job.n):
             at = index // job.n
@@ -141,14 +143,14 @@ class Preparation:
                 prompt = prompts[at]
                 reader: AnswerReader | None = None
                 if job.messages is not None:
-                    reader = self._chat.reader(prompt.text or "", job.tools, job.parallel_calls, streamed)
+                    reader = chat.reader(texts[at], job.tools, job.parallel_calls, streamed)
                 if index % job.n == 0:
                     ends = functools.cache(functools.partial(self._prompts.offsets, prompt))
                     capture = job.capture and job.capture.placed(ends)
                 request = self._request(job, index, prompt.ids, capture, points, streamed)
                 changes, most = job.changes(index % job.n), len(prompt.ids) + request.max_tokens
                 edits = resolver.of(changes, len(prompt.ids), most, ends)
-                markers = self._chat.markers(job.tools) if reader else {}
+                markers = chat.markers(job.tools) if reader else {}
                 seen = lens
                 if lens and job.logit_lens:
                     seen = self._lens_resolver.placed(lens, job.logit_lens, len(prompt.ids), request.max_tokens, ends)

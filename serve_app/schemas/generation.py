@@ -14,9 +14,9 @@ from deployments.points.capture import MOST_PROMPTS
 from deployments.points.interventions import Variants
 from deployments.points.strict import Strict
 from serve_app.schemas.base import MOST_TOKENS, LongText, Name, UnreadObject, packed_ids
-from serve_app.schemas.messages import Messages
+from serve_app.schemas.messages import ChatPrompt, Messages
 from serve_app.schemas.presets import PresetName, Settings
-from serve_app.schemas.tools import NamedTool, TemplateKwargs, Tools
+from serve_app.schemas.tools import NamedTool
 
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=-(2**31), lt=2**31)]],  # the replica checks which of them exist in its model
@@ -130,15 +130,13 @@ class IgnoredFields(BaseModel):
             raise ValueError(REFUSED_WITH_REASON[str(info.field_name)])
 
 
-class ChatRequest(Generation, IgnoredFields):
+class ChatRequest(Generation, ChatPrompt, IgnoredFields):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(default=None, ge=0)
-    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
@@ -206,7 +204,7 @@ class CompletionRequest(Generation):
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=128)
-    suffix: LongText | None = None
+    suffix: None = None
 
     @field_validator("max_tokens")
     @classmethod
@@ -229,9 +227,9 @@ class CompletionRequest(Generation):
                 )
         return value
 
-    @field_validator("suffix")
+    @field_validator("suffix", mode="before")
     @classmethod
-    def _is_not_served(cls, value: str | None) -> None:
+    def _is_not_served(cls, value: Any) -> None:
         if value is not None:
             raise ValueError("a causal model cannot read text after its prompt: leave suffix out")
 

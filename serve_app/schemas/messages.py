@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_validator, model_validator
 
+from deployments.job import Ending
 from deployments.points.strict import Strict
-from serve_app.schemas.base import LongText, Name, Unread, free_json, unread
+from serve_app.schemas.base import LongText, Name, Unread, UnreadObject, free_json, unread
+from serve_app.schemas.tools import TemplateKwargs, Tools
 
 MOST_MESSAGES = 4096  # of a chat
 MOST_PARTS = 1024  # of a message
@@ -22,6 +24,17 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: LongText
+    prompt_cache_breakpoint: Unread = None
+
+
+class RefusalPart(Strict):
+    """A refusal as a part of an assistant's content."""
+
+    type: Literal["refusal"]
+    text: LongText = Field(alias="refusal")
+
+
+Parts = Annotated[list[TextPart | RefusalPart], Field(max_length=MOST_PARTS, fail_fast=True)]
 
 
 class FunctionCall(Strict):
@@ -49,14 +62,15 @@ class ChatMessage(Strict):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: LongText | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
+    content: LongText | Parts | None = None
+    refusal: LongText | None = None  # the assistant's text if it has no content
     name: Name | None = None
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MOST_CALLS, fail_fast=True)
     tool_call_id: Name | None = None
     reasoning_content: LongText | None = None
     type: Literal["text"] | None = None  # sent by lm_eval up to 0.4.9 with every message
     parsed: Unread = None  # added by `.parse()` of the openai package
-    refusal: LongText | None = None
+    provider_specific_fields: UnreadObject | None = None  # added by litellm
     annotations: Annotations | None = None
     audio: None = None
     function_call: None = None
@@ -73,13 +87,40 @@ class ChatMessage(Strict):
         # Many templates know no other role for instructions, and ignore contents that are not strings.
         role = "system" if self.role == "developer" else self.role
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-        return {"role": role, "content": text} | further
+        return {"role": role, "content": text or self.refusal or ""} | further
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
             raise ValueError("content is missing; only an assistant's message with tool_calls may omit it")
         return self
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
+class ChatPrompt(BaseModel):
+    """The fields from which the chat template makes a prompt."""
+
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def ending(self) -> Ending:
+        """Where the prompt ends."""
+        if self.continue_final_message:
+            return "message"
+        return "turn" if self.add_generation_prompt is False else "answer"
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _has_one_to_continue(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("add_generation_prompt"):
+            raise ValueError("it cannot be combined with add_generation_prompt, with which a new message begins")
+        last = (info.data.get("messages") or [None])[-1]
+        if value and last and (last.role != "assistant" or last.tool_calls):
+            raise ValueError("the last message must be the assistant's, without tool_calls")
+        return value

@@ -14,8 +14,8 @@ from deployments.options import Attention, Dtype
 from deployments.points.strict import Strict
 from deployments.savepoint import Savepoint
 from serve_app.schemas.base import MOST_TOKENS, LongText, TokenId, packed_ids
-from serve_app.schemas.messages import Messages
-from serve_app.schemas.tools import TemplateKwargs, Tools
+from serve_app.schemas.messages import ChatPrompt
+from serve_app.schemas.tools import CallFormat
 
 GpuOrCpu = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 DeviceMap = (
@@ -72,26 +72,22 @@ class UnloadRequest(Strict):
     model_id: str = Field(min_length=1, max_length=256)
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Strict, ChatPrompt):
     """`POST /tokenize`: a prompt, or a chat as the model's template writes it."""
 
     model: str | None = Field(default=None, min_length=1, max_length=256)
     prompt: LongText | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    tool_call_format: CallFormat | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _is_one_text(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise _wrong("prompt", "give either prompt or messages")
-        if self.tools and self.messages is None:
-            raise _wrong("tools", "it is allowed only with messages")
-        if self.chat_template_kwargs and self.messages is None:
-            raise _wrong("chat_template_kwargs", "it is allowed only with messages")
+        for field in ("tools", "tool_call_format", "chat_template_kwargs", "continue_final_message"):
+            if getattr(self, field) and self.messages is None:
+                raise _wrong(field, "it is allowed only with messages")
         return self
 
     @property
@@ -102,9 +98,10 @@ class TokenizeRequest(Strict):
             prompt=self.prompt,
             messages=None if self.messages is None else [message.spoken for message in self.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None,
+            tool_call_format=self.tool_call_format,
             template_kwargs=self.chat_template_kwargs or {},
             add_special_tokens=special,
-            add_generation_prompt=self.add_generation_prompt,
+            ending=self.ending,
             strings=bool(self.return_token_strs),
         )
 

@@ -17,7 +17,7 @@ from deployments.points.strict import Strict
 from deployments.points.token_choices import AMBIGUOUS, Last
 from deployments.readouts.spec import AskedReadouts, Condition
 from serve_app.schemas.base import Name, TokenId
-from serve_app.schemas.tools import ResponseFormat
+from serve_app.schemas.tools import CallFormat, ResponseFormat
 
 NONE = "none"  # a request's word for no preset
 PRESET_NAME = re.compile(r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")
@@ -49,6 +49,7 @@ class Settings(Strict):
     user: Name | None = None
     metadata: dict[Name, Name] | None = Field(default=None, max_length=64, fail_fast=True)
     response_format: ResponseFormat | None = None
+    tool_call_format: CallFormat | None = None  # of chats
     return_token_ids: bool | None = None
     store_activations: bool | None = None
     capture: Capture | None = None

@@ -12,6 +12,8 @@ from serve_app.schemas.base import FreeObject, LongText, Name, free_json
 MOST_TEMPLATE_KWARGS = 16 << 10  # characters
 TemplateKwargs = Annotated[dict[Name, Any], Field(max_length=32), free_json(MOST_TEMPLATE_KWARGS)]
 
+CallFormat = Literal["hermes"]  # of tool calls, where a chat template shows none
+
 
 class Function(Strict):
     """A function the model may call, its parameters as JSON schema."""

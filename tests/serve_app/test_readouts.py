@@ -18,6 +18,7 @@ WEIGHT, BIAS = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1))
 ABOUT = {"name": "truth", "model": MODEL, "point": POINT, "kind": "linear", "activation": "sigmoid"}
 ABOUT["labels"] = '["yes"]'
 GATED_TOO_EARLY = {"op": "zero", "point": "layers.1.output", "when": {"readout": "truth", "above": 0.5}}
+GATED_BY_NO_PROBABILITY = {"op": "zero", "point": "layers.4.output", "when": {"readout": "truth", "below": -0.1}}
 CAPTURE = {"points": [POINT], "return": "reference"}
 
 
@@ -134,7 +135,7 @@ def test_features_come_with_their_numbers_and_one_of_them_is_changed(served, sae
 
 
 def test_a_gate_says_its_lag_and_stop_when_ends_the_answer(served, truth):
-    when = {"readout": "truth", "above": 2.0}
+    when = {"readout": "truth", "above": 1}
     steer = {"op": "scale", "point": "layers.4.output", "factor": 3.0, "when": when}
     plain = post(served, readouts=["truth"]).json()["choices"][0]
     shut = post(served, readouts=["truth"], interventions=[steer]).json()["choices"][0]
@@ -165,6 +166,8 @@ def test_a_gate_says_its_lag_and_stop_when_ends_the_answer(served, truth):
         ({"stop_when": {"readout": "truth", "above": 1}}, "stop_when.readout"),
         ({"readouts": ["truth"], "stop_when": {"readout": "truth"}}, "stop_when"),
         ({"readouts": ["truth"], "stop_when": {"readout": "truth", "above": 1, "feature": 3}}, "stop_when.feature"),
+        ({"readouts": ["truth"], "stop_when": {"readout": "truth", "above": 1.5}}, "stop_when.above"),
+        ({"readouts": ["truth"], "interventions": [GATED_BY_NO_PROBABILITY]}, "interventions[0].when.below"),
         ({"interventions": [{"op": "zero", "sae": "none", "feature": 1}]}, "interventions[0].sae"),
         ({"readouts": ["truth"], "interventions": [GATED_TOO_EARLY]}, "interventions[0].when"),
     ],

@@ -266,16 +266,55 @@ def test_a_schema_of_arguments_that_cannot_be_enforced_is_refused_by_its_place(m
     assert refused.value.field == "tools[1].function.parameters"
 
 
-def test_no_call_can_be_forced_where_nobody_knows_how_it_is_written(byte_tokenizer, build):
+# ---- where the template shows no format
+
+
+@pytest.fixture(scope="module")
+def plain(byte_tokenizer, build):
+    """A model whose template shows only contents, and ends with the answer's anchor."""
+    template = "{% for message in messages %}@{{ message.role }}:{{ message.content }}{% endfor %}[/INST]"
     tokenizer = type(byte_tokenizer)(
-        tokenizer_object=byte_tokenizer.backend_tokenizer,
-        chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+        tokenizer_object=byte_tokenizer.backend_tokenizer, eos_token="<end>", chat_template=template
     )
-    model = Model(build("qwen3"), tokenizer, "plain")
-    chat = ChatFormat(tokenizer, model.hf)
-    with pytest.raises(RequestError) as refused:
-        asked(model, chat, must_call=("get_time",))
-    assert refused.value.field == "tool_choice"
+    return Model(build("llama", vocab_size=288, max_position_embeddings=4096, num_hidden_layers=1), tokenizer, "plain")
+
+
+def test_without_a_format_tools_are_refused_with_the_remedy(plain):
+    chat = ChatFormat(plain.tokenizer, plain.hf)
+    ways = {"tool_choice": lambda: asked(plain, chat, must_call=("get_time",)), "tools": lambda: chat.reader("", TOOLS)}
+    for field, ask in ways.items():
+        with pytest.raises(RequestError, match='set tool_call_format to "hermes"') as refused:
+            ask()
+        assert refused.value.field == field
+
+
+def test_hermes_form_describes_tools_and_calls_in_plain_messages(plain):
+    called = [{"function": {"name": name, "arguments": json.dumps(given)}} for name, given in CALLS]
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": called},
+        *({"role": "tool", "content": text, "tool_call_id": text} for text in ("sunny", "noon")),
+    ]
+    chat = ChatFormat(plain.tokenizer, plain.hf).calling("hermes")
+    system, question, calls, results = chat.render(talk, TOOLS).removesuffix("[/INST]").split("@")[1:]
+    assert system.startswith("system:Be brief.\n\n# Tools")
+    assert "get_weather" in system
+    assert question == f"user:{QUESTION['content']}"
+    assert calls == f"assistant:{FORMATS['hermes'][4]}"
+    assert results == "user:<tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+
+
+def test_hermes_form_is_read_and_can_be_required(plain):
+    chat = ChatFormat(plain.tokenizer, plain.hf)
+    hermes = chat.calling("hermes")
+    assert read(hermes.reader(hermes.render([QUESTION], TOOLS), TOOLS), FORMATS["hermes"][4]) == ("", CALLS, "")
+    must = {"must_call": ("get_weather",), "tool_call_format": "hermes"}
+    prompt, grammar = asked(plain, hermes, ResponseFormats(chat, plain), **must)
+    ((_, text),) = generated(plain, hermes, [(prompt, grammar, Sampling(seed=3))])
+    name, arguments = read(hermes.reader(prompt, TOOLS), text)[1][0]
+    assert name == "get_weather"
+    jsonschema.validate(arguments, WEATHER["function"]["parameters"])
 
 
 # ---- calls while they are written
@@ -406,6 +445,33 @@ def test_thoughts_that_the_prompt_has_begun_are_thoughts(models):
     prompt = chat.render([QUESTION], None) + "<think>\n"
     assert read(chat.reader(prompt, None), "Hm.\n</think>\n\nYes.") == ("Yes.", [], "Hm.")
     assert read(chat.reader(prompt, None), "Hm, cut") == ("", [], "Hm, cut")
+
+
+@pytest.mark.parametrize(
+    ("begun", "answer", "told"),
+    [
+        ("<think>\nHm, it", " rains.</think>\n\nYes.", ("Yes.", [], " rains.")),
+        ("<think>\nHm.\n</think>\n\n", "\nYes.", ("Yes.", [], "")),
+        ("It is ", " sunny < hot.", (" sunny < hot.", [], "")),
+        ("It is <", "b> hot", ("b> hot", [], "")),
+        ("I look. <tool_ca", 'll>{"name": "get_time", "arguments": {}}</tool_call>', ("", CALLS[1:], "")),
+        ('<tool_call>\n{"name": "get_', 'time", "arguments": {}}\n</tool_call>', ("", CALLS[1:], "")),
+    ],
+)
+def test_an_answer_that_is_continued_has_only_what_is_new(models, begun, answer, told):
+    _, chat = of_format(models, "qwen")
+    prompt = chat.render([QUESTION, {"role": "assistant", "content": begun}], TOOLS, ending="message")
+    assert prompt.endswith(begun)
+    for pieces in ([answer], answer):
+        for streamed in (False, True):
+            assert read(chat.reader(prompt, TOOLS, streamed=streamed), pieces) == told
+
+
+@pytest.mark.parametrize(("begun", "free"), [("", True), ("<think>\nHm", True), ("It is", False)])
+def test_a_form_allows_thoughts_only_before_content(models, begun, free):
+    _, chat = of_format(models, "qwen")
+    job = Job("job", messages=[QUESTION, {"role": "assistant", "content": begun}], schema={"enum": ["yes"]})
+    assert ("thought" in chat.grammar_source(job, chat.render(job.messages, None, ending="message"))) == free
 
 
 def test_a_template_may_be_told_not_to_think(models):

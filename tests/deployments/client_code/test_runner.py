@@ -127,6 +127,23 @@ def test_a_host_that_was_killed_or_stands_still_is_replaced(runner, board, readi
     assert asyncio.run(outcomes()) == ["COMPLETED"] * 2
 
 
+def test_updates_that_the_board_does_not_take_do_not_hold_the_job(runner, board, reading, monkeypatch):
+    post = board.board.post
+
+    async def taken_at_the_ends(updates, result):
+        if updates[0].status == "RUNNING":
+            raise TimeoutError
+        await post(updates, result)
+
+    async def outcome() -> str:
+        job = await sent(board, reading)
+        await runner.run(job)
+        return await status(board, job)
+
+    monkeypatch.setattr(board.board, "post", taken_at_the_ends)
+    assert asyncio.run(outcome()) == "COMPLETED"
+
+
 def test_a_job_whose_client_leaves_makes_room_at_once_running_or_waiting(runner, board, looping, reading):
     async def outcome() -> str:
         listener = await board.board.listen()

@@ -37,9 +37,17 @@ def test_a_misspelt_field_gets_the_nearest_name(path, body, field, near):
     assert error["message"].endswith(f"did you mean {near!r}?")
 
 
-def test_an_operation_suggests_no_field_of_another():
-    error = refused(CHATS, CHAT | {"interventions": [{"op": "zero", "point": "norm.output", "vectr": [1.0]}]})
-    assert error["message"] == "unknown field 'interventions[0].vectr'"
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"interventions": [{"op": "zero", "point": "norm.output", "vectr": [1.0]}]}, "interventions[0].vectr"),
+        ({"interventions": [ADD | {"value": 2.0}]}, "interventions[0].value"),
+        ({"interventions": [{"op": "zero", "sae": "s", "feature": 1, "valu": 2.0}]}, "interventions[0].valu"),
+        ({"function": []}, "function"),
+    ],
+)
+def test_a_name_that_would_be_refused_is_not_suggested(body, field):
+    assert refused(CHATS, CHAT | body)["message"] == f"unknown field {field!r}"
 
 
 def test_a_name_like_no_other_gets_none():

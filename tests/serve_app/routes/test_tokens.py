@@ -17,6 +17,8 @@ MODEL = "vitrine-demo"
 PROMPT = "Tom has 3 boxes. Ünï 北京 <|im_end|>"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
 PLAIN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+BEGUN = [*PLAIN, {"role": "assistant", "content": "The sum of 2 and 2"}]
+CONTINUED = {"continue_final_message": True}
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 
 
@@ -70,6 +72,19 @@ def test_a_chat_is_tokenized_by_the_models_template(post, tokenizer, fields):
     assert post("tokenize", model=MODEL, messages=MESSAGES, **fields).json()["tokens"] == want
 
 
+@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}, CONTINUED])
+def test_a_last_message_is_a_turn_of_its_own_or_continued(post, tokenizer, fields):
+    ends = {"add_generation_prompt": not fields} | fields
+    want = tokenizer.apply_chat_template(BEGUN, **ends)["input_ids"]
+    assert post("tokenize", messages=BEGUN, **fields).json()["tokens"] == want
+    plain = {"model": MODEL, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    answer = post("v1/chat/completions", messages=BEGUN, **plain, **fields).json()
+    assert answer["prompt_token_ids"] == want
+    told = post("v1/completions", prompt=want, **plain).json()["choices"][0]
+    assert answer["choices"][0]["token_ids"] == told["token_ids"]
+    assert answer["choices"][0]["message"]["content"] == told["text"]
+
+
 def test_a_chats_tokens_are_those_that_usage_counts(post):
     body = {"model": MODEL, "messages": MESSAGES}
     usage = post("v1/chat/completions", **body, max_tokens=1).json()["usage"]
@@ -96,6 +111,9 @@ BAD = [
     ("tokenize", {"prompt": "x", "tools": [TOOL]}, 400, "tools"),
     ("tokenize", {"prompt": "x", "chat_template_kwargs": {"tone": "calm"}}, 400, "chat_template_kwargs"),
     ("tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs.tools"),
+    ("tokenize", {"prompt": "x", "continue_final_message": True}, 400, "continue_final_message"),
+    ("tokenize", {"messages": MESSAGES, "continue_final_message": True}, 400, "continue_final_message"),
+    ("tokenize", {"messages": BEGUN, **CONTINUED, "add_generation_prompt": True}, 400, "continue_final_message"),
     ("tokenize", {"prompt": "x", "return_tokens": True}, 400, "return_tokens"),
     ("tokenize", {"prompt": "x" * 1_500_000}, 400, "prompt"),
     ("tokenize", {"messages": []}, 400, "messages"),

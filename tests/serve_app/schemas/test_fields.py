@@ -94,6 +94,9 @@ EXAMPLES = {
     "ignore_eos": Example(True, {"logit_bias": {END: 100}}),
     "return_token_ids": Example(True),
     "chat_template_kwargs": Example({"tone": "calm"}),
+    "tool_call_format": Example("hermes"),
+    "add_generation_prompt": Example(False),
+    "continue_final_message": Example(True, {"messages": [*MESSAGES, {"role": "assistant", "content": "Tom has"}]}),
     "store_activations": Example(True),
     "capture": Example({"points": ["norm.output"]}),
     "interventions": Example([{"op": "zero", "point": "layers.1.output"}]),
@@ -176,8 +179,8 @@ def test_every_field_of_openais_client_has_its_row(params):
     assert fields <= {row[0].partition(".")[0] for row in ROWS}
 
 
-# The model that ships has a template that is told nothing more.
-UNSHOWN = {("chat", "chat_template_kwargs")}
+# The model that ships has a template that is told nothing more, and that shows how calls are written.
+UNSHOWN = {("chat", "chat_template_kwargs"), ("chat", "tool_call_format")}
 
 
 @pytest.mark.parametrize(("route", "field"), [row for row in rows("supported") if row not in UNSHOWN])

@@ -1,0 +1,53 @@
+"""Hermes' form of tool calls, for models whose chat template shows none: a system message describes the tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deployments.chat.tool_calls import Separators, ToolCallFormat
+
+BEGIN, END = '<tool_call>\n{"name": "', "}\n</tool_call>"
+FORMAT = ToolCallFormat(BEGIN, '", "arguments": ', f"{END}\n{BEGIN}", END, Separators(": ", ", "))
+# The words of NousResearch's models and of Qwen 2.5.
+TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """OpenAI's messages with the tools, calls and results as text, of the roles `system`, `user` and `assistant`."""
+    written: list[dict[str, Any]] = []
+    role = None
+    for message in messages:
+        text = message.get("content") or ""
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            if role == "tool":  # one message of all results: many templates want roles to alternate
+                text = f"{written.pop()['content']}\n{text}"
+            written.append({"role": "user", "content": text})
+        else:
+            calls = [_call(**call["function"]) for call in message.get("tool_calls") or ()]
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            written.append({**kept, "content": "\n".join(filter(None, [text, *calls]))})
+        role = message["role"]
+    if tools:
+        described = TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        first = [written.pop(0)["content"]] if written[0]["role"] == "system" else []
+        written.insert(0, {"role": "system", "content": "\n\n".join([*first, described])})
+    return written
+
+
+def _call(name: str, arguments: str) -> str:
+    return FORMAT.begin + json.dumps(name)[1:-1] + FORMAT.middle + (arguments.strip() or "{}") + FORMAT.end
