@@ -73,12 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("data", type=Path, help="jsonl, parquet or csv, with the field prompt, text or messages in each row")
     add("--model", help="the model to load; with --base-url, one that the server serves (by default its first)")
-    add(
-        "--base-url",
-        default=os.environ.get(VARIABLE),
-        help=f"use this server instead of loading the model (by default {VARIABLE}, and without --model port 8000 of "
-        "this machine); OPENAI_API_KEY holds its key",
-    )
+    server = f"use this server instead of loading the model ({VARIABLE}; without --model, port 8000 of this machine)"
+    add("--base-url", default=os.environ.get(VARIABLE), help=f"{server}; OPENAI_API_KEY holds its key")
     add("--points", nargs="+", required=True, metavar="POINT", help="what to record, as 'layers.*.output'")
     add("--tokens", default="prompt_last", help=f"the tokens to record: {WORDS}")
     add("--session", required=True, help="the session to store the runs in")

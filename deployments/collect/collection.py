@@ -112,9 +112,7 @@ def collect(
     hint = "" if base_url or model else "; --model loads a model here instead"
     base_url = base_url if base_url or model else URL
     if base_url is not None and (given := [name for name, value in of_engines.items() if value]):
-        raise DataError(
-            f"--{given[0]} applies to a model loaded here: give --model, and neither --base-url nor {VARIABLE}"
-        )
+        raise DataError(f"--{given[0]} is of a model loaded here: give --model, and neither --base-url nor {VARIABLE}")
     if actors is not None and actors < 1:
         raise DataError(f"--actors: {actors} is less than 1")
     rows = Path(data).expanduser().absolute() if isinstance(data, (str, os.PathLike)) else data

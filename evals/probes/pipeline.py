@@ -79,16 +79,13 @@ def sweep(
         EvalError: An option, or the stored runs, do not allow it; the message has counts.
         OSError: The disk refuses.
     """
-    return _swept(Options(**locals()))
-
-
-def _swept(given: Options) -> Result:
+    given = Options(**locals())
     started = time.monotonic()
     data, tests = load(given)
-    folds = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
+    parts = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
     shuffled = permuted(data.positive, data.groups, data.names, given.permutations, given.seed)
-    c = tuple(sorted(set(given.c)))
-    job = FitJob(data.index, data.ranges, data.positive, folds, shuffled, tuple(given.methods), c)
+    cs = tuple(sorted(set(given.c)))
+    job = FitJob(data.index, data.ranges, data.positive, parts, shuffled, tuple(given.methods), cs)
     outcomes = _probe(job, data.points)
     headline = choose(job, outcomes)
     texts, lengths = (

@@ -19,10 +19,7 @@ _making = threading.Lock()
 
 
 def blocking(method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]]) -> Callable[Concatenate[Any, _P], _R]:
-    """A blocking version of a method of `asynchronous`, with its signature and docstring.
-
-    A TypeError for an unknown keyword, also one that the server rejects as a field, names the nearest of the method's.
-    """
+    """A blocking version of a method of `asynchronous`, with its signature, docstring, and hints at its keywords."""
     known = [name for name in inspect.signature(method).parameters if name not in ("self", "fields")]
 
     @functools.wraps(method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import secrets
@@ -120,8 +121,7 @@ class CollectMethods(GenerateMethods, LoadMethods):
         parts = await gathered([(len(group), part(group)) for group in requests(prompts)], progress=progress)
         by_place = {place: rows for part in parts for place, rows in part.items()}
         rows = [by_place[place] for place in range(len(prompts))]
-        facts = {"session": session, "texts": prompts, "labels": known, "tags": named}
-        return _activations(rows, tokens not in SEQUENCES, **facts)
+        return _activations(rows, tokens not in SEQUENCES, session, prompts, known, named)
 
     async def activations(self, session: str, points: str | Sequence[str] | None = None) -> Activations:
         """Load a session as `collect` returned it.
@@ -132,7 +132,7 @@ class CollectMethods(GenerateMethods, LoadMethods):
 
         Returns:
             The activations. `texts` are the prompts; of chats, and with generated tokens, the whole stored text; None
-            without `store_text`. Labels are the tags `label`, numbers and booleans as such.
+            without `store_text`. Labels are the tags `label`, as JSON if all of them are.
 
         Raises:
             LookupError: There is no such session, or a run has no such point.
@@ -151,10 +151,11 @@ class CollectMethods(GenerateMethods, LoadMethods):
         if different := {*map(tuple, (of_one.points for of_one in rows))} - {tuple(rows[0].points)}:
             raise ValueError(f"points: runs of {session} have {rows[0].points}, others {[*different.pop()]}: name some")
         tags = [{name: tag for name, tag in run.facts["tags"].items() if name != COLLECTED} for run in runs]
-        labels = [_label(of_one["label"]) for of_one in tags if "label" in of_one]
+        labels = [of_one["label"] for of_one in tags if "label" in of_one]
+        with contextlib.suppress(ValueError):
+            labels = [json.loads(label) for label in labels]
         known = np.asarray(labels) if len(labels) == len(tags) else None
-        texts = [_prompt(run.facts) for run in runs]
-        return _activations(rows, True, session=session, texts=texts, labels=known, tags=tags)
+        return _activations(rows, True, session, [_prompt(run.facts) for run in runs], known, tags)
 
 
 class _Rows(NamedTuple):
@@ -177,11 +178,12 @@ def _rows(run: Run) -> _Rows:
     return _Rows(run.run_id, list(columns), np.stack(list(columns.values()), axis=1))
 
 
-def _activations(rows: Sequence[_Rows], is_one: bool, **facts: Any) -> Activations:
+def _activations(rows: Sequence[_Rows], is_one: bool, *facts: Any) -> Activations:
+    """The activations of some runs; `facts` are the session, the prompts, their labels and their tags."""
     values: Any = [of_one.values for of_one in rows]
     if is_one and all(len(of_one) == 1 for of_one in values):
         values = np.concatenate(values)
-    return Activations(values, rows[0].points, [of_one.run_id for of_one in rows], **facts)
+    return Activations(values, rows[0].points, [of_one.run_id for of_one in rows], *facts)
 
 
 def new_session(kind: str) -> str:
@@ -200,14 +202,6 @@ def _prompt(facts: Mapping[str, Any]) -> str | None:
     ends = [text[first:] for first in range(min(MOST_SPECIAL, len(text)))] if text else []
     hashes = (hashlib.sha256(json.dumps([end]).encode()).hexdigest() for end in ends)
     return next((end for end, own in zip(ends, hashes, strict=True) if own == facts["messages_hash"]), text)
-
-
-def _label(text: str) -> Any:
-    try:
-        label = json.loads(text)
-    except ValueError:
-        return text
-    return label if isinstance(label, int | float) else text
 
 
 def _tags(count: int, labels: npt.NDArray[Any] | None, tags: Any) -> list[dict[str, str]]:
