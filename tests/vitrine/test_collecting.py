@@ -49,16 +49,20 @@ def test_all_runs_are_in_one_session_by_their_places(server):
 
 def test_points_come_in_the_order_in_which_they_were_asked_for(server):
     asked = ["layers.-1.output", "norm.output", "layers.1.input_layernorm.output", "blocks.2.hook_resid_post"]
-    acts = server.collect(["Ann"], asked, session="order", labels=[1])
+    acts = server.collect(["Ann"], asked, session="client-order", labels=[1])
     assert acts.points == ["layers.5.output", "norm.output", "layers.1.input_layernorm.output", "layers.2.output"]
-    (run,) = server.load_runs("order")
+    (run,) = server.load_runs("client-order")
     for place, point in enumerate(acts.points):
         np.testing.assert_array_equal(acts.values[0, place], run[point][0])
-    assert server.activations("order", asked).points == list(vitrine.load("order", asked, server=server)) == acts.points
+    assert (
+        server.activations("client-order", asked).points
+        == list(vitrine.load("client-order", asked, server=server))
+        == acts.points
+    )
 
 
 def test_the_same_call_again_loads_what_the_session_has(server):
-    asked = {"session": "again", "labels": [1, 0, 1], "tags": {"of": "a test"}}
+    asked = {"session": "client-again", "labels": [1, 0, 1], "tags": {"of": "a test"}}
     first = server.collect(TEXTS[:3], "resid_post", **asked)
     for points in ("resid_post", "layers.*.output"):
         again = server.collect(TEXTS[:3], points, **asked)
@@ -68,7 +72,7 @@ def test_the_same_call_again_loads_what_the_session_has(server):
     more = server.collect([*TEXTS[:3], CHATS[0]], "resid_post", **asked)
     assert more.run_ids[:3] == first.run_ids
     server.collect(TEXTS[:3], "resid_post", tokens="all", **asked | {"labels": [1, 0, 1]})
-    assert len(server.load_runs("again")) == 7
+    assert len(server.load_runs("client-again")) == 7
 
 
 @pytest.mark.parametrize("kept", [0, 2, 4])
@@ -93,7 +97,7 @@ def test_no_run_is_stored_twice_where_an_answer_is_lost(server, monkeypatch, kep
 
     monkeypatch.setattr(Transport, "_exchange", fail_once)
     monkeypatch.setattr(collecting, "pause_s", lambda attempt: 0.0)
-    acts = server.collect(TEXTS, "layers.1.output", session=f"lost-{kept}-{status}")
+    acts = server.collect(TEXTS, "layers.1.output", session=f"client-lost-{kept}-{status}")
     assert lost
     runs = server.load_runs(acts.run_ids)
     assert [run.facts["sample_id"] for run in runs] == [*map(str, range(len(TEXTS)))]
@@ -103,12 +107,12 @@ def test_no_run_is_stored_twice_where_an_answer_is_lost(server, monkeypatch, kep
 
 def test_a_session_loads_as_collect_returned_it_without_runs_that_are_there_twice(server):
     labels, tags = [True, False] * 6, [{"n": str(place)} for place in range(len(TEXTS))]
-    acts = server.collect(TEXTS, ["layers.2.output", "norm.output"], labels=labels, tags=tags, session="whole")
+    acts = server.collect(TEXTS, ["layers.2.output", "norm.output"], labels=labels, tags=tags, session="client-whole")
     name = server.load_runs(acts.run_ids[:1])[0].facts["tags"][COLLECTED]
     twice = {"points": acts.points, "tokens": "prompt_last", "tags": {COLLECTED: name}, "sample_id": "0"}
-    server.complete(TEXTS[0], max_tokens=0, session_id="whole", capture=twice | {"store_text": True})
-    assert len(server.load_runs("whole")) == len(TEXTS)
-    loaded = server.activations("whole", acts.points)
+    server.complete(TEXTS[0], max_tokens=0, session_id="client-whole", capture=twice | {"store_text": True})
+    assert len(server.load_runs("client-whole")) == len(TEXTS)
+    loaded = server.activations("client-whole", acts.points)
     np.testing.assert_allclose(loaded.values, acts.values, rtol=1e-4, atol=1e-4)
     assert (loaded.texts, loaded.points, loaded.session) == (acts.texts, acts.points, acts.session)
     assert loaded.run_ids[1:] == acts.run_ids[1:]
@@ -117,9 +121,9 @@ def test_a_session_loads_as_collect_returned_it_without_runs_that_are_there_twic
 
 def test_a_session_of_different_points_asks_which(server):
     for point in ("norm.output", "layers.1.output"):
-        server.collect(["Ann"], point, session="different")
-    with pytest.raises(ValueError, match="points: runs of different have"):
-        server.activations("different")
+        server.collect(["Ann"], point, session="client-different")
+    with pytest.raises(ValueError, match="points: runs of client-different have"):
+        server.activations("client-different")
 
 
 @pytest.mark.parametrize(
