@@ -5,6 +5,7 @@ Modules are imported at first use, so that importing the package takes milliseco
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
         return version("vitrine")
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     return getattr(import_module(f"vitrine.{_MODULES[name]}"), name)
 
 

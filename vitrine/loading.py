@@ -152,8 +152,8 @@ def _place(run: Run, tokens: str | int | Mapping[str, Any] | None) -> int:
     if isinstance(tokens, Mapping) and len(places := tokens.get("positions", ())) == 1:
         tokens = int(places[0])
     if not isinstance(tokens, int | None) and tokens not in ("prompt_last", "generated_last", "last"):
-        message = f"tokens: {tokens!r} is not one row of each run: give prompt_last, generated_last, last or a position"
-        raise ValueError(f"{message}; collect accepts all other choices")
+        message = f"tokens: {tokens!r} is not one row of each run: give prompt_last, generated_last, last"
+        raise ValueError(f"{message} or a position from 0")
     position = last.get(tokens, -1) if isinstance(tokens, str) else tokens
     places = np.flatnonzero(run.positions == position) if tokens is not None else np.arange(len(run.positions))
     if len(places) != 1:

@@ -49,7 +49,7 @@ def matching(pattern: str, names: Collection[str], layers: int | None = None) ->
     if pattern in names:
         return [pattern]
     name = canonical(pattern)
-    if match := re.fullmatch(r"(.*\blayers\.)(-\d+)(\..*)", name):
+    if match := re.fullmatch(r"(.*\.)(-\d+)(\..*)", name):
         if layers is None:
             raise ValueError(f"{pattern}: these files do not record the number of layers: count the layer from 0")
         name = f"{match[1]}{int(match[2]) + layers}{match[3]}"

@@ -57,6 +57,7 @@ class Server:
     complete = blocking(AsyncServer.complete)
     generate = blocking(AsyncServer.generate)
     collect = blocking(AsyncServer.collect)
+    activations = blocking(AsyncServer.activations)
     load_runs = blocking(AsyncServer.load_runs)
     tokens = blocking(AsyncServer.tokens)
     lens = blocking(AsyncServer.lens)

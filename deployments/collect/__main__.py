@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from deployments.activations.facts import StoreError
-from deployments.collect.collection import CollectError, collect
+from deployments.collect.collection import VARIABLE, CollectError, collect
 from deployments.collect.examples import DataError, Outcome, count
 from deployments.errors import RequestError
 from deployments.points.token_choices import WORDS
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
                 actors=given.actors,
                 options=dict(given.set),
                 progress=partial(_show, bar, Outcome()),
+                starting=lambda step: bar.write(f"deployments.collect: {step} ...", file=sys.stderr),
             )
     except (DataError, CollectError, RequestError, StoreError) as error:
         message = error.message if isinstance(error, RequestError) else error
@@ -71,9 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("data", type=Path, help="jsonl, parquet or csv, with the field prompt, text or messages in each row")
     add("--model", help="the model to load; with --base-url, one that the server serves (by default its first)")
-    add("--base-url", help="use this server instead of loading the model; OPENAI_API_KEY holds its key")
+    server = f"use this server instead of loading the model ({VARIABLE}; without --model, port 8000 of this machine)"
+    add("--base-url", default=os.environ.get(VARIABLE), help=f"{server}; OPENAI_API_KEY holds its key")
     add("--points", nargs="+", required=True, metavar="POINT", help="what to record, as 'layers.*.output'")
-    add("--tokens", default="last", help=f"the tokens to record: {WORDS}")
+    add("--tokens", default="prompt_last", help=f"the tokens to record: {WORDS}")
     add("--session", required=True, help="the session to store the runs in")
     add("--label", metavar="FIELD", help="the field that becomes the tag label (by default the field label)")
     add("--group", metavar="FIELD", help="the field that becomes the tag group (by default the field group)")

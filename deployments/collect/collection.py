@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from deployments.collect.remote import Sender
 
 BLOCK = 512  # examples that are grouped into requests together
+URL = "http://127.0.0.1:8000/v1"  # of a server with the default port
+VARIABLE = "VITRINE_BASE_URL"  # names the server for the command
 NEVER_S = 1e9  # an engine that serves no one else has no latency limit
 
 Data = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
@@ -66,7 +68,7 @@ def collect(
     points: Sequence[str],
     model: str | None = None,
     base_url: str | None = None,
-    tokens: str = "last",
+    tokens: str = "prompt_last",
     max_tokens: int = 0,
     label: str | None = None,
     group: str | None = None,
@@ -76,6 +78,7 @@ def collect(
     actors: int | None = None,
     options: Mapping[str, Any] | None = None,
     progress: Callable[[Outcome], None] = lambda outcome: None,
+    starting: Callable[[str], None] = lambda step: None,
 ) -> Collected:
     """Run prompts through a model and store their activations, each example once.
 
@@ -87,9 +90,8 @@ def collect(
         session: The session to store them in.
         points: Points to record, with wildcards: `layers.*.output`.
         model: The model to load, as in the server's option; with `base_url`, the id of a model that it serves.
-        base_url: The server to use instead of loading a model here.
-        tokens: The tokens to record: `last` (of the prompt if nothing is generated), `last:3`, `all`, `prompt` or
-            `generated`.
+        base_url: The server to use instead of loading a model here; without `model`, port 8000 of this machine.
+        tokens: The tokens to record: `prompt_last`, `prompt_last:3`, `all`, `prompt`, `generated` and others.
         max_tokens: Tokens to generate after each prompt, greedily.
         label: The field that becomes the tag `label`.
         group: The field that becomes the tag `group`.
@@ -99,17 +101,18 @@ def collect(
         actors: The number of engines to load; by default one for each GPU, or one for each node without GPUs.
         options: Further options of the model, as in the server.
         progress: Called with the outcome of each block of examples.
+        starting: Called with the name of each step before the first prompt, which may take a minute.
 
     Raises:
         DataError: The data cannot be read, an argument is invalid, or the server rejects the requests.
         CollectError: An example could not be stored, and `on_error` is `stop`; or Ray failed.
         LoadError: The model cannot be loaded.
     """
-    if base_url is None and model is None:
-        raise DataError("give --model, the model to load, or --base-url, a server to use")
     of_engines = {"store": store, "actors": actors, "set": options}
+    hint = "" if base_url or model else "; --model loads a model here instead"
+    base_url = base_url if base_url or model else URL
     if base_url is not None and (given := [name for name, value in of_engines.items() if value]):
-        raise DataError(f"--{given[0]} applies to engines loaded here, and cannot be combined with --base-url")
+        raise DataError(f"--{given[0]} is of a model loaded here: give --model, and neither --base-url nor {VARIABLE}")
     if actors is not None and actors < 1:
         raise DataError(f"--actors: {actors} is less than 1")
     rows = Path(data).expanduser().absolute() if isinstance(data, (str, os.PathLike)) else data
@@ -123,17 +126,19 @@ def collect(
             chosen = settings(model or remote.first_model(server))
             return _summed(_outcomes(examples, chosen, remote.Sender(server, chosen)), session, on_error, progress)
         except RequestFailed as error:
-            raise DataError(f"--base-url {base_url}: {error}") from error
+            raise DataError(f"--base-url {base_url}: {error}{hint}") from error
         finally:
             wait(server.close())
     assert model is not None
     loading = _loading(model, options)
     chosen = settings(loading.served_name, loaded=loading.model_dump_json(include=SETTINGS | {"model"}))
+    starting("joining or starting Ray")
     with _cluster():
         from deployments.collect.engines import Engines
 
         with _named_options():
             placed = _placed(loading, {"activations_dir": _store(store)}, actors)
+        starting(f"loading {model} (engines: {placed[1]}); --base-url would use a server that has it loaded")
         with closing(Engines(chosen, *placed)) as engines:
             return _summed(_outcomes(examples, chosen, engines), session, on_error, progress)
 

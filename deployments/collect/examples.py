@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 from deployments.messages import Refusal
 from deployments.points.capture import Capture
 from deployments.points.token_choices import parse
+from vitrine.runs.fetching import COLLECTED
 
 PROMPTS = ("prompt", "text", "messages")  # an example has one of them
 MOST_CHARACTERS = 256  # of a tag, and of an id
-MOST_TAGS = 63  # a run has at most 64, and one is `NAME_TAG`
-NAME_TAG = "collected"  # of a run stored by a server: the name of its example
+MOST_TAGS = 63  # a run has at most 64, and one is `COLLECTED` where a server stores it
 MOST_FIELD = 1 << 24  # characters of a field of a csv file
 AT_ONCE = 32  # texts in a request
 ROWS = 256  # read from a Parquet file at once
@@ -210,9 +210,9 @@ def _tags(row: Mapping[str, Any], fields: Fields) -> dict[str, str]:
         name: value if isinstance(value := row[given], str) else json.dumps(value, ensure_ascii=False, default=str)
         for name, given in source.items()
     }
-    if NAME_TAG in tags:
+    if COLLECTED in tags:
         raise DataError(
-            f"field {NAME_TAG!r}: the command uses a tag of this name: rename the field, or leave it out with --tags"
+            f"field {COLLECTED!r}: the command uses a tag of this name: rename the field, or leave it out with --tags"
         )
     if len(tags) > MOST_TAGS:
         raise DataError(f"{len(tags)} fields would become tags, a run has at most {MOST_TAGS}: choose some with --tags")
@@ -278,7 +278,8 @@ class Settings:
 
     def name(self, example: Example) -> str:
         """The example's name; the same for the same example and settings, so that it is stored once."""
-        text = json.dumps([asdict(self), example.id, example.prompt, example.tags], sort_keys=True)
+        tokens = "last" if self.tokens == "prompt_last" and not self.max_tokens else self.tokens  # mean the same
+        text = json.dumps([asdict(self) | {"tokens": tokens}, example.id, example.prompt, example.tags], sort_keys=True)
         return f"run-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 

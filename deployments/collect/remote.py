@@ -8,11 +8,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from deployments.collect.examples import LOST, NAME_TAG, DataError, Example, Outcome, Settings, number
+from deployments.collect.examples import LOST, DataError, Example, Outcome, Settings, number
 from deployments.messages import Refusal
 from vitrine.connection.blocking import wait
 from vitrine.connection.transport import Transport, api_root, pause_s
-from vitrine.runs.fetching import listed
+from vitrine.runs.fetching import COLLECTED, collected, listed
 from vitrine.server_error import RequestFailed, ServerAway, ServerError
 
 IN_FLIGHT = 128  # prompts
@@ -42,7 +42,7 @@ def first_model(server: Transport) -> str:
         DataError: It lists none.
         RequestFailed: It cannot be reached.
     """
-    models = wait(server.get("/models"))["data"]
+    models = wait(server.get("/models", repeat=False))["data"]
     if not models:
         raise DataError(f"--base-url {server.url}: the server serves no model: load one")
     return str(models[0]["id"])
@@ -66,7 +66,7 @@ class Sender:
         """Those of some examples' names that earlier commands have stored in the session."""
         if self._stored is None:
             runs = listed(self._server, {"session": self._settings.session})
-            tags = (run["tags"].get(NAME_TAG, "") async for run in runs)
+            tags = (run["tags"].get(COLLECTED, "") async for run in runs)
             self._stored = {number(name) async for name in tags if NAME.fullmatch(name)}
         return {name for name in names if number(name) in self._stored}
 
@@ -94,7 +94,9 @@ class Sender:
                 if attempt == ATTEMPTS and isinstance(error, ServerAway):
                     raise
                 await asyncio.sleep(pause_s(attempt + 1))
-                left = [example for example in examples if not await self._has(example)]
+                names = [self._settings.name(example) for example in examples]
+                stored = await collected(self._server, self._settings.session, names)
+                left = [example for example, name in zip(examples, names, strict=True) if name not in stored]
                 outcome.already_stored += len(examples) - len(left)
                 examples, refusal = left, Refusal(str(error), code=LOST)
                 if not examples:
@@ -105,14 +107,10 @@ class Sender:
                 return [], refusal
         return examples, refusal
 
-    async def _has(self, example: Example) -> bool:
-        query = {"tag": f"{NAME_TAG}={self._settings.name(example)}", "limit": 1}
-        return bool((await self._server.get("/activations/runs", query))["data"])
-
     def _body(self, examples: list[Example]) -> dict[str, Any]:
         settings = self._settings
         capture = settings.capture(examples).model_dump(mode="json", by_alias=True, exclude_unset=True)
-        capture["tags"] = [example.tags | {NAME_TAG: settings.name(example)} for example in examples]
+        capture["tags"] = [example.tags | {COLLECTED: settings.name(example)} for example in examples]
         prompts = [example.prompt for example in examples]
         asked = {"prompt": prompts} if isinstance(prompts[0], str) else {"messages": prompts[0]}
         fields = {"model": settings.model, "max_tokens": settings.max_tokens, "temperature": 0}

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from evals.probes import baselines, report_page
 from evals.probes.document import document
 from evals.probes.examples import load
-from evals.probes.fits import FitJob, Outcome, probe_point
+from evals.probes.fits import METHODS, FitJob, Method, Outcome, probe_point
 from evals.probes.folds import permuted, split
 from evals.probes.headline import Headline, choose, selectivity, transferred
 from evals.probes.sweep_options import Options
@@ -49,24 +49,44 @@ class Result(NamedTuple):
         return figures
 
 
-def sweep(**options: Any) -> Result:
-    """Fit probes, and write what they found where `out` names a directory.
-
-    Args:
-        **options: The fields of `evals.probes.Options`.
+def sweep(
+    *,
+    session: str | None = None,
+    results: Path | None = None,
+    inspect: Path | None = None,
+    labels: Path | None = None,
+    label: str = "label",
+    group: str | None = None,
+    ungrouped: bool = False,
+    positive: str | None = None,
+    points: Sequence[str] = ("layers.*.output",),
+    tokens: Sequence[str] = ("prompt_last",),
+    methods: Sequence[Method] = METHODS,
+    c: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0),
+    folds: int = 5,
+    permutations: int = 20,
+    seed: int = 0,
+    test_sessions: Sequence[str] = (),
+    skip_missing: bool = False,
+    store: Path | None = None,
+    out: Path | None = None,
+    name: str | None = None,
+    install: str | None = None,
+) -> Result:
+    """Fit probes, and write what they found where `out` names a directory; the arguments are `evals.probes.Options`.
 
     Raises:
         EvalError: An option, or the stored runs, do not allow it; the message has counts.
         OSError: The disk refuses.
     """
+    given = Options(**locals())
     started = time.monotonic()
-    given = Options(**options)
     data, tests = load(given)
     grouped = given.group_column is not None or data.group_count < len(data.runs)
-    folds = split(data.positive, data.groups, given.folds, given.seed, grouped)
+    parts = split(data.positive, data.groups, given.folds, given.seed, grouped)
     shuffled = permuted(data.positive, data.groups, data.names, given.permutations, given.seed)
-    c = tuple(sorted(set(given.c)))
-    job = FitJob(data.index, data.ranges, data.positive, folds, shuffled, tuple(given.methods), c)
+    cs = tuple(sorted(set(given.c)))
+    job = FitJob(data.index, data.ranges, data.positive, parts, shuffled, tuple(given.methods), cs)
     outcomes = _probe(job, data.points)
     headline = choose(job, outcomes)
     texts, lengths = (

@@ -77,9 +77,10 @@ def test_what_is_stored_of_each_example_and_what_cannot_be_is_named_and_left_out
         {"prompt": TOO_LONG, "id": "long"},
     ]
     session = f"collected-{next(iter(way))}"
-    seen: list[Outcome] = []
+    seen, steps = list[Outcome](), list[str]()
     data = lines(tmp_path / "d.jsonl", rows)
-    found = collect(data, session=session, points=POINTS, on_error="skip", progress=seen.append, **way)
+    told: Any = {"progress": seen.append, "starting": steps.append}
+    found = collect(data, session=session, points=POINTS, on_error="skip", **told, **way)
 
     stored = by_id(store / "_" / session)
     # The fortieth is the first again.
@@ -89,6 +90,7 @@ def test_what_is_stored_of_each_example_and_what_cannot_be_is_named_and_left_out
     assert "tokens" in next(text for text in failures if "line 43" in text)
     assert found.tokens == sum(run.tokens for run in stored.values())
     assert found.seconds > 0
+    assert [step.split()[0] for step in steps] == (["joining", "loading"] if "model" in way else [])
     assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)
     assert sum(outcome.runs for outcome in seen) == 40
     assert set(stored) == {*map(str, range(1, 40)), "chat"}
@@ -110,7 +112,7 @@ def test_the_same_command_again_stores_nothing(served: Served, store: Path) -> N
     given: dict[str, Any] = {"session": "again", "points": POINTS, "base_url": served.base_url}
     assert collect(problems(6), **given).runs == 6
     stored = by_id(store / "_" / "again")
-    again = collect(problems(6), **given)
+    again = collect(problems(6), tokens="last", **given)
     assert (again.runs, again.already_stored, again.tokens_per_second) == (0, 6, 0.0)
     assert by_id(store / "_" / "again").keys() == stored.keys()
 
@@ -185,6 +187,7 @@ def test_wrong_arguments_are_refused_by_name(
     given: dict[str, Any], error: type[Exception], message: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deployments.collect.remote.MAX_OUTAGE_S", 0.0)
+    monkeypatch.setattr("deployments.collect.collection.URL", "http://127.0.0.1:9/v1")
     own = {} if "base_url" in given or "model" not in given else {"store": str(store)}
     with pytest.raises(error, match=message):
         collect(**own | {"data": problems(2), "session": "refused", "points": POINTS, "on_error": "skip"} | given)

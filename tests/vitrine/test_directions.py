@@ -51,6 +51,8 @@ def test_a_difference_of_means_is_one_side_less_the_other(acts):
 def test_a_difference_of_means_needs_two_sides(acts, labels, message):
     with pytest.raises(ValueError, match=message):
         vitrine.difference_of_means(made(acts.values, labels))
+    with pytest.raises(ValueError, match=r"0 of 7 labels are 'x': .*; choose positive= from 1, 0, 2"):
+        vitrine.difference_of_means(acts, positive="x")
 
 
 def test_a_difference_of_means_needs_one_token_of_each(acts):

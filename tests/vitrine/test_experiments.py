@@ -32,6 +32,21 @@ def test_the_last_layers_lens_is_the_models_own_distribution(server):
     assert ((lens.ranks == 1) == (lens.logprobs.argmax(-1)[..., None] == [0, 1]))[lens.ranks == 1].all()
 
 
+def test_layers_of_a_lens_come_in_the_order_in_which_they_were_asked_for(server):
+    lens, whole = (server.lens("Tom has 3", targets=TARGET, layers=layers) for layers in ([-1, 0, 4], "all"))
+    assert lens.layers == [5, 0, 4]
+    np.testing.assert_array_equal(lens.logprobs, whole.logprobs[lens.layers])
+    assert lens.top == [whole.top[layer] for layer in lens.layers]
+
+
+def test_sessions_of_experiments_are_named_after_them(served, server):
+    server.attention("Tom has 3", 0)
+    server.patch_grid("Tom has 3", "Tom has 4", target=TARGET, layers=[0], positions=[0])
+    server.collect(["Tom has 3"], "norm.output")
+    sessions = httpx.get(f"{served.base_url}/activations/sessions", params={"limit": 1000}, timeout=60).json()["data"]
+    assert {"attention", "patch", "collect"} <= {session["id"].partition("-")[0] for session in sessions}
+
+
 def test_a_patch_grid_is_what_patches_one_by_one_do(server):
     grid = server.patch_grid(CLEAN, CORRUPT, target=TARGET, against=AGAINST)
     tokens = server.tokens(CLEAN)
@@ -155,6 +170,10 @@ def test_a_sweep_is_what_each_steer_generates_alone(server, monkeypatch):
     assert sweep.rows[0].text == sweep.rows[2].text == plain
     assert sweep.rows[0].score == len(plain)
     assert len({row.text for row in sweep.rows}) > 1
+    both = server.sweep(["Tom", "Ann has"], direction, layers=[1, 3], scales=[0, 4], max_tokens=6)
+    assert [row.text for row in both.rows[:4]] == [row.text for row in sweep.rows]
+    assert [row.prompt for row in both.rows] == [0] * 4 + [1] * 4
+    assert both.rows[4].text == server.generate("Ann has", max_tokens=6)
 
 
 def test_attention_is_causal_and_sums_to_one(server):
@@ -164,6 +183,9 @@ def test_attention_is_causal_and_sums_to_one(server):
     assert heads > 1
     assert attention.values.sum(-1) == pytest.approx(np.ones((heads, tokens)), abs=0.02)
     assert not np.triu(attention.values, 1).any()
+    several = server.attention("Tom has 3 boxes", layer=[-1, 2])
+    assert [pattern.layer for pattern in several] == [5, 2]
+    np.testing.assert_array_equal(several[0].values, attention.values)
 
 
 def test_pictures_are_files(server, tmp_path):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from vitrine.server_error import ServerError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -15,11 +19,19 @@ _making = threading.Lock()
 
 
 def blocking(method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]]) -> Callable[Concatenate[Any, _P], _R]:
-    """A blocking version of a method of `asynchronous`, with its signature and docstring."""
+    """A blocking version of a method of `asynchronous`, with its signature, docstring, and hints at its keywords."""
+    known = [name for name in inspect.signature(method).parameters if name not in ("self", "fields")]
 
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return wait(method(self.asynchronous, *args, **kwargs))
+        try:
+            return wait(method(self.asynchronous, *args, **kwargs))
+        except (TypeError, ServerError) as error:
+            for name in kwargs.keys() - known if getattr(error, "code", "unknown_field") == "unknown_field" else ():
+                if repr(name) in str(error) and (near := difflib.get_close_matches(name, known, 1)):
+                    message = f"{method.__name__} has no argument {name!r}: did you mean {near[0]!r}?"
+                    raise TypeError(message) from error
+            raise
 
     return call
 

@@ -144,7 +144,7 @@ class Transport:
             sequences: How many sequences the server runs for it; it waits while this client runs too many.
             repeat: Whether the request is sent again although a part of it may have been done.
         """
-        content = json.dumps(body, default=_plain, allow_nan=False)
+        content = json.dumps(body, default=plain, allow_nan=False)
         headers = {"Content-Type": "application/json"}
         async with self._room.of(sequences):
             return json_object(await self._send("POST", path, repeat=repeat, content=content, headers=headers))
@@ -362,7 +362,7 @@ def _retry_after_s(answer: httpx.Response) -> float:
     return min(LONGEST_ASKED_S, seconds) if math.isfinite(seconds) else 0.0
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Convert numpy numbers and arrays, ranges, and tuples of them to JSON types."""
     if hasattr(value, "tolist"):
         return value.tolist()

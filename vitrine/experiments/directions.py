@@ -30,11 +30,12 @@ class Activations(_AtPoints):
     Attributes:
         values: float32 `[prompts, points, hidden]` if one token of each prompt was collected; otherwise a list with
             `[tokens, points, hidden]` for each prompt. At heads, `hidden` is `heads, head_dim`.
-        points: The points' names, in the order of execution.
+        points: The points' names, in the order in which they were asked for; the layers of one name ascend.
         run_ids: The stored run of each prompt.
         session: The session of the runs.
         texts: The prompts as given.
         labels: The label of each prompt; None without labels.
+        tags: The tags of each run, with its label.
 
     Examples:
         >>> acts = server.collect(["Ann has", "Tom has"], "layers.*.output", labels=[0, 1])
@@ -48,6 +49,7 @@ class Activations(_AtPoints):
     session: str
     texts: Sequence[Any]
     labels: npt.NDArray[Any] | None = None
+    tags: Sequence[Mapping[str, str]] = ()
 
     def __len__(self) -> int:
         return len(self.run_ids)
@@ -213,9 +215,10 @@ def difference_of_means(acts: Activations, positive: Any = 1) -> Direction:
         raise ValueError("the activations are of several tokens a prompt: collect(..., tokens='prompt_last') for one")
     chosen = acts.labels == positive
     if chosen.all() or not chosen.any():
-        labels = ", ".join(map(repr, dict.fromkeys(acts.labels.tolist())))
+        labels = list(map(repr, dict.fromkeys(acts.labels.tolist())))
+        hint = f"; choose positive= from {', '.join(labels)}" if len(labels) > 1 else ""
         count = f"{int(chosen.sum())} of {len(acts)} labels are {positive!r}"
-        raise ValueError(f"{count}: both sides need activations; choose positive= from {labels}")
+        raise ValueError(f"{count}: both sides need activations{hint}")
     means = [acts.values[side].mean(axis=0, dtype=np.float64) for side in (chosen, ~chosen)]
     return Direction((means[0] - means[1]).astype(np.float32), list(acts.points))
 

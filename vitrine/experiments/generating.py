@@ -50,13 +50,13 @@ class GenerateMethods(Transport):
 
     async def _variants(
         self,
-        prompt: Prompt,
+        prompts: Sequence[Prompt],
         variants: Sequence[Sequence[Mapping[str, Any]]],
         unit: str,
         progress: bool | None,
         **fields: Any,
     ) -> list[dict[str, Any]]:
-        """The choice for each list of interventions over one prompt, in order, with many lists per request."""
+        """The choice for each prompt and list of interventions, prompt by prompt, with many lists per request."""
         groups: list[list[Sequence[Mapping[str, Any]]]] = []
         left = 0  # numbers that still fit into the last request
         for variant in variants:
@@ -66,7 +66,9 @@ class GenerateMethods(Transport):
                 left = MOST_NUMBERS
             groups[-1].append(variant)
             left -= size
-        calls = [(len(group), self.complete(prompt, **fields, variants=group)) for group in groups]
+        calls = [
+            (len(group), self.complete(prompt, **fields, variants=group)) for prompt in prompts for group in groups
+        ]
         answers = await gathered(calls, unit, progress)
         return [choice for answer in answers for choice in sorted(answer["choices"], key=itemgetter("index"))]
 

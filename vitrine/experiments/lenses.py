@@ -22,7 +22,7 @@ class Lens:
     Attributes:
         tokens: The prompt's token at each position.
         positions: The tokens' positions.
-        layers: The layers, from 0.
+        layers: The layers, from 0, in the order in which they were asked for.
         top: For each layer and position, the top next tokens: (text, logprob), the likeliest first.
         targets: The tokens whose logprobs and ranks were requested.
         logprobs: The targets' logprobs, `[layers, positions, targets]`; nan if a layer's values are not finite.
@@ -106,12 +106,18 @@ class LensMethods(GenerateMethods):
         targets = [targets] if isinstance(targets, str | int) else list(targets)
         asked = {"layers": layers, "top_k": top_k, "tokens": tokens, "targets": targets}
         answer = await self.complete(prompt, **fields, max_tokens=0, logit_lens=asked)
-        return read(answer["choices"][0]["logit_lens"]["prompt"], targets)
+        entries = answer["choices"][0]["logit_lens"]["prompt"]
+        numbers = [reading["layer"] for reading in entries[0]["layers"]]
+        if not isinstance(layers, str):
+            depth = (await self.get("/model/structure", {"model": self.model}))["layers"]
+            numbers = list(dict.fromkeys(int(layer) % depth for layer in layers))
+        return _lens(entries, targets, numbers)
 
 
-def read(entries: Sequence[dict[str, Any]], targets: Sequence[str | int]) -> Lens:
-    """The lens of the tokens in an answer."""
-    by_layer = list(zip(*(entry["layers"] for entry in entries), strict=True))
+def _lens(entries: Sequence[dict[str, Any]], targets: Sequence[str | int], layers: list[int]) -> Lens:
+    """The lens of the tokens in an answer, with its layers in this order."""
+    by_number = {readings[0]["layer"]: readings for readings in zip(*(e["layers"] for e in entries), strict=True)}
+    by_layer = [by_number[layer] for layer in layers]
     shape = (len(by_layer), len(entries), len(targets))
     logprobs, ranks = np.full(shape, np.nan, np.float32), np.zeros(shape, np.int64)
     names = [str(target) for target in targets]
@@ -123,7 +129,7 @@ def read(entries: Sequence[dict[str, Any]], targets: Sequence[str | int]) -> Len
     return Lens(
         tokens=[entry["token"] for entry in entries],
         positions=[entry["position"] for entry in entries],
-        layers=[reading["layer"] for reading in entries[0]["layers"]],
+        layers=layers,
         top=[[[(top["token"], top["logprob"]) for top in reading["top"]] for reading in layer] for layer in by_layer],
         targets=names,
         logprobs=logprobs,

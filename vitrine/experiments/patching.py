@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from vitrine.connection.transport import together
-from vitrine.experiments.collecting import CollectMethods
+from vitrine.experiments.collecting import CollectMethods, new_session
 from vitrine.experiments.plots import heat_map, shown
 from vitrine.experiments.prompt_batches import Prompt, check_one, is_chat
 from vitrine.points import layer_of
@@ -109,7 +109,7 @@ class PatchGridMethods(CollectMethods):
         """Patch a point of the clean prompt into the corrupt one, at one layer and token at a time.
 
         Each cell is one forward pass of the corrupt prompt; one request has 64 of them, which run together. The clean
-        prompt's activations are stored in a session of their own.
+        prompt's activations are stored in a session of their own, `patch-...`.
 
         Args:
             clean: A text or chat.
@@ -139,7 +139,7 @@ class PatchGridMethods(CollectMethods):
             message = f"clean has {len(own)} tokens, corrupt {len(others)}: reword one, until they have the same number"
             raise ValueError(f"{message}\n  clean:   {own}\n  corrupt: {others}")
         at = _chosen("positions", positions, range(len(own)))
-        acts = await self.collect([clean], point, tokens="prompt", progress=False)
+        acts = await self.collect([clean], point, tokens="prompt", session=new_session("patch"), progress=False)
         points = {layer: name for name in acts.points if (layer := layer_of(name)) is not None}
         if len(points) < len(acts.points):
             raise ValueError(f"point: {point!r} is not one place in each layer, but {', '.join(acts.points)}")
@@ -167,7 +167,7 @@ class PatchGridMethods(CollectMethods):
     ) -> list[float]:
         """The first target's logprob after the prompt, minus the second's, for each variant."""
         lens = {"layers": [-1], "top_k": 0, "tokens": "prompt_last", "targets": list(targets)}
-        choices = await self._variants(prompt, variants, "patch", progress, max_tokens=0, logit_lens=lens)
+        choices = await self._variants([prompt], variants, "patch", progress, max_tokens=0, logit_lens=lens)
         targets_of = [choice["logit_lens"]["prompt"][0]["layers"][0]["targets"] for choice in choices]
         return [float(first["logprob"] - sum(other["logprob"] for other in others)) for first, *others in targets_of]
 
@@ -230,12 +230,16 @@ class Attention:
 class AttentionMethods(PatchGridMethods):
     """The part of `Server` that returns attention patterns."""
 
-    async def attention(self, prompt: Prompt, layer: int) -> Attention:
-        """The attention pattern of a prompt in one layer; it is also stored.
+    @overload
+    async def attention(self, prompt: Prompt, layer: int) -> Attention: ...
+    @overload
+    async def attention(self, prompt: Prompt, layer: Sequence[int]) -> list[Attention]: ...
+    async def attention(self, prompt: Prompt, layer: int | Sequence[int]) -> Attention | list[Attention]:
+        """The attention pattern of a prompt in one layer; it is also stored, in a session `attention-...`.
 
         Args:
             prompt: A text or a chat.
-            layer: The layer's number; -1 is the last.
+            layer: The layer's number; -1 is the last. For several numbers, the result is a list in their order.
 
         Raises:
             ServerError: The server rejects the request, for example because the model's attention has no patterns.
@@ -246,12 +250,13 @@ class AttentionMethods(PatchGridMethods):
             (5, True)
         """
         check_one(prompt, "prompt")
-        capture = {"points": [f"layers.{layer}.attention.weights"], "mode": "trace", "required": True}
-        asked = self.complete(prompt, capture=capture, max_tokens=0)
+        points = [f"layers.{each}.attention.weights" for each in np.atleast_1d(layer)]
+        capture = {"points": points, "mode": "trace", "required": True}
+        asked = self.complete(prompt, capture=capture, max_tokens=0, session_id=new_session("attention"))
         answer, tokens = await asyncio.gather(asked, self.tokens(prompt))
-        (run,) = await self.load_runs(answer)
-        ((point, rows),) = run.items()
-        values = np.zeros((len(rows[0]), len(rows), len(rows)), np.float32)
-        for place, row in enumerate(rows):
-            values[:, place, : row.shape[1]] = row
-        return Attention(int(point.split(".")[1]), values, tokens)
+        (run,) = await self.load_runs(answer, points)
+        patterns = []
+        for point, rows in run.items():
+            wide = [np.pad(row, ((0, 0), (0, len(rows) - row.shape[1]))) for row in rows]
+            patterns.append(Attention(layer_of(point) or 0, np.stack(wide, axis=1), tokens))
+        return patterns if np.ndim(layer) else patterns[0]

@@ -13,17 +13,18 @@ import numpy as np
 from vitrine.experiments.directions import Direction
 from vitrine.experiments.generating import GenerateMethods, text_of
 from vitrine.experiments.plots import heat_map
-from vitrine.experiments.prompt_batches import Prompt, check_one
+from vitrine.experiments.prompt_batches import Prompt, check, is_chat
 from vitrine.points import layer_of
 
 
 class Steered(NamedTuple):
-    """One text of a sweep."""
+    """One text of a sweep; `prompt` is the index of its prompt."""
 
     layer: int
     scale: float
     text: str
     score: float | None
+    prompt: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,7 +32,7 @@ class Sweep:
     """The generated texts with a direction added at several layers with several scales.
 
     Attributes:
-        rows: The texts by layer, then by scale.
+        rows: The texts by prompt, then by layer, then by scale.
 
     Examples:
         >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
@@ -44,7 +45,7 @@ class Sweep:
     rows: list[Steered]
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """A heat map of the scores.
+        """A heat map of the scores, each the mean over the prompts.
 
         Raises:
             ValueError: The texts have no scores.
@@ -59,15 +60,15 @@ class Sweep:
         layers, scales = ([*dict.fromkeys(row[place] for row in self.rows)] for place in (0, 1))
         if any(row.score is None for row in self.rows):
             raise ValueError("the texts have no scores: sweep(..., score=...) with a function of a text")
-        values = np.array([row.score for row in self.rows], float).reshape(len(layers), len(scales))
+        values = np.array([row.score for row in self.rows], float).reshape(-1, len(layers), len(scales)).mean(axis=0)
         return heat_map(values, layers, scales, title="score of the text", labels=("scale", "layer"), path=path)
 
     def __repr__(self) -> str:
-        scored = any(row.score is not None for row in self.rows)
-        lines = [f"layer   scale  {'  score  ' if scored else ''}text"]
-        for layer, scale, text, score in self.rows:
+        scored, several = any(row.score is not None for row in self.rows), any(row.prompt for row in self.rows)
+        lines = [f"{'prompt  ' if several else ''}layer   scale  {'  score  ' if scored else ''}text"]
+        for layer, scale, text, score, prompt in self.rows:
             shown = f"{score:7.3g}  " if score is not None else " " * 9 if scored else ""
-            lines.append(f"{layer:5}  {scale:6g}  {shown}{text!r}")
+            lines.append(f"{f'{prompt:6}  ' if several else ''}{layer:5}  {scale:6g}  {shown}{text!r}")
         return "\n".join(lines)
 
 
@@ -77,7 +78,7 @@ class SweepMethods(GenerateMethods):
     async def sweep(
         self,
         /,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Prompt],
         direction: Direction,
         *,
         layers: Sequence[int],
@@ -92,7 +93,7 @@ class SweepMethods(GenerateMethods):
         """Steer along a direction at each layer with each scale; the texts share the server's forward passes.
 
         Args:
-            prompt: A text or a chat.
+            prompt: A text or a chat, or a list of them.
             direction: The vectors, which are added at their points to all tokens; with `residual_norm`, to all but
                 the first.
             layers: The direction's layers to use.
@@ -114,11 +115,14 @@ class SweepMethods(GenerateMethods):
             >>> print(server.sweep("Ann has", direction, layers=[1, 3], scales=[0], max_tokens=1).rows[1].layer)
             3
         """
-        check_one(prompt, "prompt")
+        prompts: list[Any] = [prompt] if isinstance(prompt, str) or is_chat(prompt) else list(prompt)
+        check(prompts, "prompt")
         steers = [direction.at(layer, unit) for layer in layers]
         cells = [(layer_of(steer.point) or 0, scale) for steer in steers for scale in scales]
         variants = [[(steer * scale).operation] if scale else [] for steer in steers for scale in scales]
         fields |= {"max_tokens": max_tokens, "temperature": temperature}
-        texts = [text_of(choice) for choice in await self._variants(prompt, variants, "text", progress, **fields)]
+        texts = [text_of(choice) for choice in await self._variants(prompts, variants, "text", progress, **fields)]
         scores = await asyncio.to_thread(lambda: [float(score(text)) if score else None for text in texts])
-        return Sweep([Steered(*cell, text, own) for cell, text, own in zip(cells, texts, scores, strict=True)])
+        whole = [(*cell, place) for place in range(len(prompts)) for cell in cells]
+        rows = zip(whole, texts, scores, strict=True)
+        return Sweep([Steered(layer, scale, text, own, place) for (layer, scale, place), text, own in rows])

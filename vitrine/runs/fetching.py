@@ -9,6 +9,7 @@ from vitrine.connection.transport import Transport, together
 from vitrine.runs.files import Entry, head_length, spans
 from vitrine.server_error import ServerError
 
+COLLECTED = "collected"  # the tag with a name of what was collected, by which it is stored once
 HEAD_BYTES = 1 << 16  # of a file's beginning; nearly always enough for its head
 NAMED = 64  # runs that one request names
 
@@ -55,6 +56,17 @@ async def listed(server: Transport, query: Mapping[str, Any]) -> AsyncIterator[d
                 query = {**query, "after": run["run_id"]}
         except (TypeError, KeyError) as error:
             raise ServerError("/activations/runs does not list runs", 200) from error
+
+
+async def collected(server: Transport, session: str, names: Sequence[str]) -> dict[str, str]:
+    """The ids of a session's stored runs by the names that their tag `COLLECTED` has. Raises as `listed`."""
+
+    async def found(name: str) -> list[dict[str, Any]]:
+        query = {"session": session, "tag": f"{COLLECTED}={name}", "limit": 1}
+        return list((await server.get("/activations/runs", query))["data"])
+
+    runs = await together(map(found, names))
+    return {name: run["run_id"] for name, some in zip(names, runs, strict=True) for run in some}
 
 
 async def named(server: Transport, run_ids: Sequence[str], **query: Any) -> dict[str, dict[str, Any]]:

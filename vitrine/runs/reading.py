@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitrine.connection.transport import Transport, together
-from vitrine.runs.fetching import listed, named, run_bytes
+from vitrine.runs.fetching import COLLECTED, listed, named, run_bytes
 from vitrine.runs.rows import Run, detached, of_bytes
 
 MOST_RUNS = 64  # of a file, fetched together
@@ -36,17 +36,7 @@ class LoadMethods(Transport):
             >>> [run.facts["text"] for run in server.load_runs(acts.run_ids[::-1], "layers.-1.output")]
             ['Tom has', 'Ann has']
         """
-        return await self._fetched(await self._entries(source), points)
-
-    async def _fetched(
-        self, entries: Sequence[Mapping[str, Any]], points: str | Sequence[str] | None = None
-    ) -> list[Run]:
-        """Fetch the runs of a list's entries, in their order, from the byte ranges of their files.
-
-        Raises:
-            LookupError: A run is not there any more, or has no such point.
-            ServerError: The server rejects a request.
-        """
+        entries = await self._entries(source)
         files: dict[tuple[str, str, str | None], list[Mapping[str, Any]]] = {}
         for entry in entries:
             files.setdefault((entry["session_id"], entry["file"], entry.get("owner")), []).append(entry)
@@ -69,7 +59,10 @@ class LoadMethods(Transport):
         names = run_ids(source)
         entries = await named(self, names)
         if isinstance(source, str) and not entries:
-            entries = {run["run_id"]: run async for run in listed(self, {"session": source})}
+            runs = [run async for run in listed(self, {"session": source})]
+            # A server that still works on a request whose answer was lost stores its runs beside those of the next one.
+            single = {(run.get("owner"), run["tags"].get(COLLECTED, run["run_id"])): run for run in runs}
+            entries = {run["run_id"]: run for run in single.values()}
             names = list(entries) or names
         if missing := [name for name in names if name not in entries]:
             kind = "run or session" if isinstance(source, str) else "run"

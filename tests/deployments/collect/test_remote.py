@@ -25,7 +25,8 @@ class FlakyServer:
     async def __call__(self, _: Transport, method: str, path: str, **given: Any) -> httpx.Response:
         request = httpx.Request(method, f"http://server{path}")
         if method == "GET":
-            names = self.stored if "session" in given["params"] else [given["params"]["tag"].removeprefix("collected=")]
+            names = [given["params"].get("tag", "").removeprefix("collected=")]
+            names = names if "tag" in given["params"] else self.stored
             data = [{"run_id": name, "tags": {"collected": name}} for name in names if name in self.stored]
             return httpx.Response(200, json={"data": data, "has_more": False}, request=request)
         names = [tags["collected"] for tags in json.loads(given["content"])["capture"]["tags"]]

@@ -1,5 +1,6 @@
 """A sweep finds what is in the activations, says what is not, and writes it."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from evals.config import EvalError
-from evals.probes import Result, sweep
+from evals.probes import Options, Result, sweep
 
 FAST: dict[str, Any] = {"group": "group", "permutations": 4}
 
@@ -36,6 +37,11 @@ def found(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
 def run(directory: Path, session: str, runs: list[Made], **options: Any) -> Result:
     store(directory, session, runs)
     return sweep(session=session, store=directory, **(FAST | options))
+
+
+def test_the_function_has_the_commands_options_and_defaults() -> None:
+    own, command = (inspect.signature(of).parameters.values() for of in (sweep, Options))
+    assert [(one.name, one.default) for one in own] == [(one.name, one.default) for one in command]
 
 
 def test_the_planted_layer_is_chosen_in_every_fold(found: Result) -> None:
