@@ -104,14 +104,6 @@ def test_a_python_example_of_the_readme_works(served, interpreter, tmp_path, cod
     assert said.stdout.strip()
 
 
-def test_the_engine_works_as_a_library():
-    (code,) = (block for language, block in blocks("engine") if language == "python")
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-
-
 def to_load(printed: str) -> str:
     """The lines of an evaluation's output that load one of its runs."""
     return "\n".join(printed[printed.index("from vitrine import load") :].split("\n")[:3])
