@@ -39,7 +39,7 @@ ELSEWHERE = {
     "docs/reading": "tests/evals/test_reading_page.py",
     "docs/tutorial": "tests/examples/test_tutorial.py",
 }
-# Whose blocks run here, in their order: all, or those of some sections.
+# Whose blocks run here, in their order: all, or those in Python and the commands of some sections.
 HERE: dict[str, list[str]] = {
     "README": ["Send requests"],
     "docs/client": [],
@@ -48,6 +48,7 @@ HERE: dict[str, list[str]] = {
     "docs/engine": [],
     "docs/evaluation": ["Steer the model"],
     "docs/exports": [],
+    "docs/harnesses": ["Agents over the OpenAI package"],
     "docs/http": [],
     "docs/operate": [],
     "docs/readouts": [],
@@ -79,7 +80,8 @@ class Block(NamedTuple):
 
     @property
     def runs_here(self) -> bool:
-        return self.page in HERE and (not HERE[self.page] or self.section in HERE[self.page])
+        python, sections = self.language == "python", HERE.get(self.page)
+        return sections is not None and (python or not sections or self.section in sections)
 
 
 def blocks(page: str) -> Iterator[Block]:
@@ -167,8 +169,8 @@ def sessions(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Path("statements.jsonl").write_text("".join(statements[:80]))
     collect("statements.jsonl", base_url=served.base_url, session="statements", points=["layers.*.output"])
     save_file({"formal": ones(192)}, "formal.safetensors")
-    fields = {"session_id": "first-steps", "capture": {"points": ["layers.1.output"]}, "max_tokens": 4}
-    httpx.post(f"{served.base_url}/completions", json={"prompt": "Ann has"} | fields, timeout=60).raise_for_status()
+    fields = {"model": "vitrine-demo", "session_id": "first-steps", "capture": {"points": ["layers.1.output"]}}
+    httpx.post(f"{served.base_url}/completions", json=fields | {"prompt": "Ann has"}, timeout=60).raise_for_status()
     yield
     for session in ("statements", "first-steps"):
         httpx.delete(f"{served.base_url}/activations/session/{session}", timeout=60)
@@ -193,7 +195,11 @@ def test_the_examples_of_a_page_work_in_their_order(page: str, served: Served, s
             match shlex.split(command):
                 case ["python", "-m", module, *options] | ["python", module, *options]:
                     assert not main_of(module)([*options, *more.get(module, [])]) or module.endswith(".py"), command
+                case ["pip", *_] as words:
+                    check(words, block)
                 case _:
                     done = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=60)
                     assert done.returncode == 0, done.stderr
                     assert '"error"' not in done.stdout, done.stdout
+    for name in names.keys() & {"client", "server"}:
+        names[name].close()
