@@ -172,14 +172,15 @@ def sessions(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fields = {"model": "vitrine-demo", "session_id": "first-steps", "capture": {"points": ["layers.1.output"]}}
     httpx.post(f"{served.base_url}/completions", json=fields | {"prompt": "Ann has"}, timeout=60).raise_for_status()
     yield
-    for session in ("statements", "first-steps"):
-        httpx.delete(f"{served.base_url}/activations/session/{session}", timeout=60)
+    made = [f"activations/session/{name}" for name in ("statements", "first-steps")]
+    for path in [*made, *(f"readouts/{name}" for name in ("truth", "sae-12", "formal"))]:
+        httpx.delete(f"{served.base_url}/{path}", timeout=60)
 
 
 @pytest.mark.parametrize("page", HERE)
 def test_the_examples_of_a_page_work_in_their_order(page: str, served: Served, sessions: None) -> None:
-    changed = SMALL | {"http://gpu-box:8000": ADDRESS, "~/.vitrine/activations": "pulled"}
-    changed |= {STATEMENT: '"statements.jsonl"', 'model="smollm2",\n    ses': f'base_url="{served.base_url}",\n    ses'}
+    changed = {STATEMENT: '"statements.jsonl"', 'model="smollm2",\n    ses': f'base_url="{served.base_url}",\n    ses'}
+    changed |= SMALL | {"http://gpu-box:8000": ADDRESS, "~/.vitrine/activations": "pulled"}
     more = {
         "evals.gsm8k": [f"--base-url={served.base_url}", "--max-tokens=8"],
         "evals.probes": ["--permutations=1", "--points=layers.3.output"],
