@@ -5,7 +5,7 @@ HTTP is in `serve_app`, the Python client in `vitrine`, and evaluations are in `
 
 import os
 
-__version__ = "0.1.0"
+from vitrine import __version__ as __version__
 
 # GNU OpenMP, which torch uses, reads this once, when it is loaded. By default a thread that waits for others keeps its
 # core busy for milliseconds. Beside any other process it then takes that core from the thread it waits for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def test_the_site_builds_strictly_and_fetches_nothing_from_elsewhere(tmp_path: P
 CODE = [path for top in ("vitrine", "serve_app", "deployments", "evals") for path in (ROOT / top).rglob("*.py")]
 
 
-def test_every_file_that_a_page_names_is_there() -> None:
+def test_every_file_and_object_that_a_page_names_is_there() -> None:
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         if page.name == "CHANGELOG.md":
             continue  # history
@@ -40,6 +41,10 @@ def test_every_file_that_a_page_names_is_there() -> None:
             r"`((?:vitrine|serve_app|deployments|evals|benchmarks|tests|examples|docs)/[\w./]*)`", page.read_text()
         ):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
+        for name in re.findall(
+            r"`(?:python -m )?((?:vitrine|deployments|evals|benchmarks)(?:\.\w+)+)", page.read_text()
+        ):
+            assert pkgutil.resolve_name(name.removesuffix(".NAME")), f"{page.name} names {name}"
 
 
 def test_every_name_that_the_life_of_a_request_gives_is_in_its_file() -> None:

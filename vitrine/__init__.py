@@ -9,6 +9,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from vitrine.experiments.directions import Activations as Activations
     from vitrine.experiments.directions import Direction as Direction
@@ -45,14 +47,10 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("vitrine")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     return getattr(import_module(f"vitrine.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES, "__version__"])
+    return sorted([*globals(), *_MODULES])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
+from deployments import __version__
 from deployments.activations.facts import FileInfo, RunEnd, RunInfo, RunLocation, StoreError
 from deployments.activations.segments.columns import to_batch
 from deployments.activations.segments.schema import Packed
@@ -28,7 +29,7 @@ from deployments.points.capture import MOST_INLINE_VALUES
 from deployments.points.interventions import as_sent
 from deployments.replica.open_run import RunWriter, chosen_tokens, recordable
 
-PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
+PACKAGES = ("torch", "transformers", "nnsight", "pyarrow")
 INLINE_BYTES = 64 << 10  # rows below this go in the call itself, which Ray allows up to 100 KiB
 PACKED_BYTES = 1 << 20  # rows above this are not copied into a stream
 ROOM_S = 30.0  # the longest wait for the store to confirm that it has room
@@ -51,7 +52,7 @@ class Runs:
         self._calls = RunCalls(store)
         self._pool = pool
         # A lookup takes two milliseconds.
-        self._versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+        self._versions = {"vitrine": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
     def check(self, requests: Sequence[Request]) -> None:
         """Reject requests that could record more than the operator's limits.

@@ -47,7 +47,9 @@ def _samples(path: Path) -> Iterator[dict[str, Any]]:
     try:
         from inspect_ai.log import read_eval_log, read_eval_log_samples
     except ImportError:
-        raise EvalError("--inspect reads logs with inspect_ai: pip install 'vitrine[inspect]'") from None
+        raise EvalError(
+            "--inspect reads logs with inspect_ai: in Vitrine's clone, pip install -c constraints.txt -e '.[inspect]'"
+        ) from None
     try:
         spec = read_eval_log(str(path), header_only=True).eval
         for sample in read_eval_log_samples(str(path), all_samples_required=False):

@@ -44,9 +44,3 @@ def test_a_blocking_method_has_the_signature_and_docstring_of_its_twin(name):
     own, twin = METHODS[name], getattr(vitrine.AsyncServer, name.removeprefix("Server."))
     assert inspect.signature(own) == inspect.signature(twin)
     assert own.__doc__ == twin.__doc__
-
-
-def test_the_version_is_the_projects():
-    from deployments import __version__
-
-    assert vitrine.__version__ == __version__

@@ -19,7 +19,8 @@ def vitrine() -> type[ModelAPI]:
 
     if __version__ != VERSION:
         raise RuntimeError(
-            f"inspect_ai {__version__} is installed; the provider needs {VERSION}: pip install 'vitrine[inspect]'"
+            f"inspect_ai {__version__} is installed; the provider needs {VERSION}: in Vitrine's clone, "
+            "pip install -c constraints.txt -e '.[inspect]'"
         )
     from vitrine.inspect.model import VitrineAPI
 
