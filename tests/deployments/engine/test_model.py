@@ -15,7 +15,7 @@ from deployments.model.packing import UnsupportedModelError
 @pytest.mark.parametrize(
     ("architecture", "context", "reason"),
     [
-        ("phi3_longrope", 64, "with a context of 32"),  # the longest row would turn all rows' positions
+        ("phi3_longrope", 64, "set max_seq_len=32"),  # the longest row would turn all rows' positions
         ("mamba", None, "its layers keep a recurrent"),
         ("qwen3_next", None, "its layers keep a recurrent"),
         ("bloom", None, "context"),  # it states none
