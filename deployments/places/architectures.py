@@ -17,8 +17,8 @@ Values = Mapping[Key, torch.Tensor]  # of one forward pass, in order
 
 # Canonical name -> the names of that part of a decoder layer in architectures.
 LAYER_PARTS: dict[str, tuple[str, ...]] = {
-    "attention": ("self_attn", "attn", "attention", "self_attention", "linear_attn"),
-    "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
+    "attention": ("self_attn", "attn", "attention", "self_attention", "linear_attn", "multi_head_attention"),
+    "mlp": ("mlp", "feed_forward", "block_sparse_moe", "ffn"),
     "input_layernorm": ("input_layernorm", "ln_1", "ln_attn", "self_attn_layer_norm"),
     # Gemma has both: its `post_attention_layernorm` norms the attention's output.
     "post_attention_layernorm": (
@@ -36,14 +36,15 @@ FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 # The largest difference of a sum from its parts, relative to a row's norm.
 SUM_TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 MOST_FEATURES = 512  # of the rows of a sum that is tested
-OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj")
+OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj", "attention.out_proj", "Wo")
 
 
-def find_layers(model: Any, modules: dict[str, nn.Module]) -> str:
-    """The path of the list of decoder layers."""
+def find_layers(model: Any, modules: dict[str, nn.Module], seen: Values) -> str:
+    """The path of the list of decoder layers, which run on text."""
     depth = model.config.get_text_config().num_hidden_layers
+    ran = {path.rpartition(".")[0] for path, _ in seen}
     for path, module in modules.items():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
+        if isinstance(module, nn.ModuleList) and len(module) == depth and path in ran:
             return path
     raise ValueError(f"{type(model).__name__} has no list of {depth} decoder layers: this model cannot be served")
 
@@ -62,8 +63,8 @@ def canonical_modules(model: Any, modules: dict[str, nn.Module], paths: dict[int
     return aliases
 
 
-def drop_misnamed_norms(aliases: dict[str, str], seen: Values) -> None:
-    """Remove the names of norms that do not precede attention or the MLP.
+def check_norms(aliases: dict[str, str], seen: Values) -> None:
+    """Remove the names of norms that do not precede attention or the MLP, and name those that do.
 
     In some models (Exaone 4, OPT 350M), modules with these names normalize the output of a part.
     """
@@ -76,6 +77,18 @@ def drop_misnamed_norms(aliases: dict[str, str], seen: Values) -> None:
         read = [seen[key] for key in inside[layer] if key[1] == "input" and f"{key[0]}.".startswith(f"{reader}.")]
         if norm is None or not any(same_values(norm, value) for value in read):
             del aliases[alias]
+    for path, keys in inside.items():
+        layer = next(alias for alias, of in aliases.items() if of == path)
+        children = [of for of, side in keys if side == "output" and of.rpartition(".")[0] == path]
+        for part, norm in (("attention", "input_layernorm"), ("mlp", "post_attention_layernorm")):
+            wanted = seen.get((aliases.get(f"{layer}.{part}", ""), "input"))
+            if wanted is None or f"{layer}.{norm}" in aliases:
+                continue
+            for of in children:
+                before, after = seen.get((of, "input")), seen[of, "output"]
+                changes = before is not None and not same_values(before, after)
+                if changes and same_values(after, wanted) and of not in aliases.values():
+                    aliases[f"{layer}.{norm}"] = of
 
 
 @dataclass(frozen=True)
@@ -125,14 +138,20 @@ def _branches(layer: str, keys: Sequence[Key], aliases: Mapping[str, str], seen:
             continue
         output = seen[module, "output"]
         later = keys[keys.index((module, "output")) + 1 :]
+        read = [seen[key] for key in later if key[1] == "input"]
         norms = {path for path, side in later if side == "input" and same_values(seen[path, side], output)}
-        bases = dict.fromkeys([(aliases.get(f"{alias}.{norm}", module), "input"), (module, "input")])
+        own: Key = (module, "input")
+        bases: list[Key] = list(
+            dict.fromkeys([(aliases.get(f"{alias}.{norm}", module), "input"), own, (layer, "input")])
+        )
+        # What reads the same as the part is no sum.
+        sums = [value for value in read if own not in seen or not same_values(value, seen[own])]
         yield _Branch(
             f"{alias}.{part}.output",
             module,
             [seen[key] for key in bases if key in seen],
             [output, *(seen[path, side] for path, side in later if side == "output" and path in norms)],
-            [seen[key] for key in (end, *later) if key in seen and key[1] == ("output" if key == end else "input")],
+            [*([seen[end]] if end in seen else []), *sums],
             seen.get(stream),
         )
 
@@ -172,11 +191,12 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.numel() == b.numel() and torch.equal(a.flatten().cpu(), b.flatten().cpu())
 
 
-def head_shape(model: Any) -> tuple[int, int] | None:
-    """(heads, head_dim) of the attention's value rows."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return None
-    sizes = (getattr(config, name, None) for name in ("v_head_dim", "head_dim"))
-    return heads, next(filter(None, sizes), config.hidden_size // heads)
+def head_shape(model: Any, attention: nn.Module, width: int) -> tuple[int, int] | None:
+    """(heads, head_dim) of an attention module's value rows, `width` numbers in all; None if they do not fit."""
+    sizes = [getattr(attention, name, None) for name in ("v_head_dim", "head_dim")]  # layers may differ
+    if not any(sizes):
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", None)
+        sizes = [getattr(config, "head_dim", None), config.hidden_size // heads if heads else None]
+    size = next(filter(None, sizes), None)
+    return (width // size, size) if size and width % size == 0 else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, get_args
@@ -24,7 +24,7 @@ from deployments.places.architectures import (
     Side,
     Values,
     canonical_modules,
-    drop_misnamed_norms,
+    check_norms,
     find_layers,
     head_shape,
     missing_branches,
@@ -47,10 +47,10 @@ class Points:
         """Name a model's places, and check the names by the values `seen` in a forward pass of `ids`."""
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
-        self.layers = find_layers(model, modules)
+        self.layers = find_layers(model, modules, seen)
         self.layer_count = len(modules[self.layers])
         self._aliases = canonical_modules(model, modules, paths, self.layers)
-        drop_misnamed_norms(self._aliases, seen)
+        check_norms(self._aliases, seen)
         attentions = {path for alias, path in self._aliases.items() if alias.endswith(".attention")}
         self._places = {
             f"{place.module}.{place.side}": place
@@ -58,7 +58,7 @@ class Points:
             if not place.grows or place.module in attentions  # some layers pass their attention's patterns on
         }
         self._attention = model.config.get_text_config()._attn_implementation
-        self._heads = head_shape(model)
+        self._heads = dict(self._find_heads(model, modules))
         self._lacking = dict(missing_branches(self._aliases, seen))  # name -> the reason
         self._streams = dict(self._find_streams(model, ids, seen))
         self._savepoints: dict[str, Point] = {}
@@ -101,6 +101,20 @@ class Points:
             for site in ("attention.heads", "resid_mid"):
                 if point := self._lookup(f"layers.{layer}.{site}"):
                     yield point
+
+    def _find_heads(self, model: Any, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Point]]:
+        """`layers.{i}.attention.heads`, the inputs of the layers' output projections."""
+        for i in range(self.layer_count):
+            attention, name = self._aliases.get(f"layers.{i}.attention"), f"layers.{i}.attention.heads"
+            for projection in OUTPUT_PROJECTIONS if attention else ():
+                place = self._places.get(f"{attention}.{projection}.input")
+                shape = (
+                    head_shape(model, modules[f"{attention}"], *place.shape)
+                    if place and len(place.shape) == 1
+                    else None
+                )
+                if place and shape:
+                    yield name, Point(name, place, shape)
 
     def _find_streams(self, model: Any, ids: torch.Tensor, seen: Values) -> Iterator[tuple[str, HookSite]]:
         """`layers.{i}.resid_mid` of the layers that have it: the input of the MLP or the norm before it.
@@ -237,22 +251,13 @@ class Points:
     def _lookup(self, name: str) -> Point | None:
         if name in self._lacking:
             return None
-        if point := self._savepoints.get(name):
+        if point := self._savepoints.get(name) or self._heads.get(name):
             return point
-        if match := re.fullmatch(r"(layers\.\d+\.attention)\.heads", name):
-            return self._lookup_heads(name, match[1])
         if place := self._places.get(name) or self._streams.get(name):
             return Point(name, place, place.shape)
         module, _, side = name.rpartition(".")
         if place := self._places.get(f"{self._aliases.get(module)}.{side}"):
             return Point(name, place, place.shape)
-        return None
-
-    def _lookup_heads(self, name: str, attention: str) -> Point | None:
-        for projection in OUTPUT_PROJECTIONS:
-            place = self._places.get(f"{self._aliases.get(attention)}.{projection}.input")
-            if place and self._heads and place.shape == (self._heads[0] * self._heads[1],):
-                return Point(name, place, self._heads)
         return None
 
     def _refuse(self, name: str, field: str) -> Point:
@@ -280,7 +285,7 @@ class Points:
         """Why the model lacks a canonical name; None for other names."""
         if reason := self._lacking.get(name):
             module = self._aliases.get(name.removesuffix(".output"))
-            return f"{reason}; that is {module}.output" if module else reason
+            return f"{reason}; its own output is the point {module}.output" if module else reason
         match = re.fullmatch(r"(layers\.\d+(?:\.(\w+))?)\.(input|output|heads)", name)
         if not match or (match[2] and match[2] not in ABSENT):
             return None

@@ -102,7 +102,7 @@ def carried_on(model: Any, ids: torch.Tensor, readers: Mapping[str, str], seen: 
             if value is None or value.shape != wanted.shape:
                 return None
             change = (value - wanted).flatten(0, -2)  # of the stream: the same at each token
-            if change.any() and _mostly_near(change[:1].expand_as(change), change, 0.1):
+            if change.any() and _mostly_near(change[:1].expand_as(change), change, 0.3):
                 found.add(layer)
             return with_first(output, wanted.clone())  # later layers are as before
 
@@ -111,7 +111,7 @@ def carried_on(model: Any, ids: torch.Tensor, readers: Mapping[str, str], seen: 
     with ExitStack() as hooks:
         for layer, reader in readers.items():
             wanted = seen[layer, "output"]
-            size = wanted.abs().max() / 2  # larger than rounding, also of massive values
+            size = wanted.abs().max()  # larger than rounding, also of massive values
             modules = model.get_submodule(reader), model.get_submodule(layer)
             hooks.callback(modules[0].register_forward_pre_hook(before(size), with_kwargs=True).remove)
             hooks.callback(modules[1].register_forward_hook(after(layer, wanted)).remove)

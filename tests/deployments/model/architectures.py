@@ -9,12 +9,12 @@ import multiprocessing
 import re
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -26,7 +26,7 @@ from tests.deployments.conftest import CONTEXT, _byte_tokenizer
 from vitrine.points import TRANSFORMER_LENS
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
-HEADER = "| served | names that it lacks | architectures |\n|---|---|---|\n"
+HEADER = "| served | lacks | architectures |\n|---|---|---|\n"
 LIMIT_S, LIMIT_BYTES = 90, 6 << 30
 NAMES = ("hook_embed", *TRANSFORMER_LENS)
 LAYERS = 3
@@ -38,11 +38,14 @@ SIZES: dict[str, Any] = {
     r"bos_token_id": 1,
     r"eos_token_id": 2,
     r"is_decoder": True,
+    r"num_kv_shared_layers": 0,
+    r"qk_head_dim": 16,
+    r"rotary_dim": 8,
     r"initializer_range": 0.15,
     r"residual_multiplier": 0.22,  # by default, factors are 1
     r"(num_)?(hidden_|decoder_|encoder_)?layers?|n_layers?|num_(encoder|decoder|hidden)_layers": LAYERS,
     r"first_k_dense_replace|num_dense_layers|n_group|topk_group|n_shared_experts|num_nextn_predict_layers": 1,
-    r".*(experts_per_tok|top_?k|topk|top_k_experts)": 2,
+    r".*(experts_per_tok|experts_per_token|top_?k|topk|top_k_experts)|moe_k": 2,
     r"(moe_)?(n|num)_(routed_|local_)?experts|moe_num_experts": 4,
     r".*(key_value|kv|kv_n)_heads": 2,
     r".*heads|n_head": 4,
@@ -50,6 +53,14 @@ SIZES: dict[str, Any] = {
     r".*(lora_rank|_rank)": 16,
     r"hidden_size|d_model|n_embd|dim|word_embed_proj_dim|embedding_size|emb_dim|hidden_dim": 32,
     r".*(intermediate_size|ffn_dim|ffn_hidden_size|_mlp_dim|d_ff|n_inner|dim_ff)(_mlp)?": 48,
+}
+
+# Words of a message -> what the table says.
+REASONS = {
+    "state": "a recurrent or compressed state",
+    "Error: ": "no cache of keys and values in transformers' usual form",
+    "logits differ": "logits that depend on padding, on later tokens, or on a cache that it lacks",
+    "decoder layers": "no list of decoder layers",
 }
 
 
@@ -77,20 +88,22 @@ def _small(config: Any) -> dict[str, Any]:
         size = layers if size == LAYERS and isinstance(value, int) and value == depth else size
         if isinstance(value, list) and value and len(value) == depth:
             small[name] = (kinds * layers)[:layers] if name == "layer_types" else value[:layers]
-        elif (
-            isinstance(value, dict) and name.endswith(("config", "configs")) and getattr(config, name, None) is not None
+        elif isinstance(nested := vars(config).get(name), PreTrainedConfig):
+            small[name] = value | _small(nested)
+        elif size is not None and (
+            isinstance(value, (int, float)) or re.search("_id$|head_dim|_heads|experts$|experts_per_tok$", name)
         ):
-            nested = getattr(config, name)
-            small[name] = {**value, **_small(nested)} if hasattr(nested, "to_dict") else value
-        elif size is not None and (isinstance(value, (int, float)) or name.endswith("_id")):
             small[name] = size
+    heads = [small.get(name) for name in ("num_attention_heads", "num_key_value_heads")]
+    if all(heads) and given["num_attention_heads"] == given["num_key_value_heads"]:
+        small["num_key_value_heads"] = heads[0]
     return small
 
 
-def built(model_type: str) -> Any:
-    """A tiny random model of an architecture's default config."""
+def built(model_type: str, **settings: Any) -> Any:
+    """A tiny random model of an architecture's default config with these settings."""
     config_class: Any = CONFIG_MAPPING[model_type]
-    config = config_class(**_small(config_class()))
+    config = config_class(**_small(config_class()) | settings)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
@@ -102,18 +115,20 @@ def outcome(model_type: str) -> Outcome:
         with torch.inference_mode():
             hf(input_ids=torch.arange(1, 9)[None], use_cache=False)
     except Exception as error:  # noqa: BLE001 - of any architecture's config or code
-        return Outcome(f"not tried: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        return Outcome(f"not tried: {type(error).__name__} in its small config")
     try:
         model = Model(hf, _byte_tokenizer(), model_type, CONTEXT)
     except (UnsupportedModelError, ValueError) as error:
-        return Outcome(f"refused: {error}")
+        return Outcome(
+            f"refused: {next((short for words, short in REASONS.items() if words in str(error)), str(error))}"
+        )
     lacks = []
     for name in NAMES:
         try:
             model.points.resolve(Capture(points=[name]))
         except RequestError:
             lacks.append(name)
-    return Outcome("together" if model.packs else "one at a time", ", ".join(lacks))
+    return Outcome("together" if model.packs else "one at a time", ", ".join(f"`{name}`" for name in lacks))
 
 
 def _send(model_type: str, pipe: Any) -> None:
@@ -138,13 +153,26 @@ def _alone(model_type: str) -> Outcome:
         process.join()
 
 
-def main(model_types: Iterable[str]) -> None:
-    """Try each architecture, and write the table if it is all of them."""
+def table() -> dict[str, Outcome]:
+    """The rows of the page by architecture."""
+    rows = PAGE.read_text().partition(HEADER)[2].partition("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    return {name: Outcome(served, lacks) for served, lacks, names in cells for name in re.findall(r"`(.+?)`", names)}
+
+
+def main(model_types: Sequence[str]) -> None:
+    """Try these architectures, by default all, and write the table if it is all of them."""
     found: dict[Outcome, list[str]] = {}
     for model_type in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         result = _alone(model_type)
         print(model_type, *result, sep="\t", flush=True)
-        found.setdefault(result, []).append(model_type)
+        found.setdefault(result, []).append(f"`{model_type}`")
+    order = ["together", "one at a time", "refused", "not tried"]
+    rows = sorted(found.items(), key=lambda row: (order.index(row[0].served.partition(":")[0]), -len(row[1]), row[0]))
+    text = "".join(f"| {served} | {lacks} | {', '.join(names)} |\n" for (served, lacks), names in rows)
+    if not model_types:
+        before, _, rest = PAGE.read_text().partition(HEADER)
+        PAGE.write_text(before + HEADER + text + "\n" + rest.partition("\n\n")[2])
 
 
 if __name__ == "__main__":
