@@ -80,15 +80,16 @@ def check_norms(aliases: dict[str, str], seen: Values) -> None:
     for path, keys in inside.items():
         layer = next(alias for alias, of in aliases.items() if of == path)
         children = [of for of, side in keys if side == "output" and of.rpartition(".")[0] == path]
-        for part, norm in (("attention", "input_layernorm"), ("mlp", "post_attention_layernorm")):
+        for part, site in (("attention", "input_layernorm"), ("mlp", "post_attention_layernorm")):
             wanted = seen.get((aliases.get(f"{layer}.{part}", ""), "input"))
-            if wanted is None or f"{layer}.{norm}" in aliases:
+            if wanted is None or f"{layer}.{site}" in aliases:
                 continue
             for of in children:
                 before, after = seen.get((of, "input")), seen[of, "output"]
-                changes = before is not None and not same_values(before, after)
-                if changes and same_values(after, wanted) and of not in aliases.values():
-                    aliases[f"{layer}.{norm}"] = of
+                if before is None or not same_values(after, wanted) or same_values(before, after):
+                    continue  # a dropout, for example
+                if of not in aliases.values():
+                    aliases[f"{layer}.{site}"] = of
 
 
 @dataclass(frozen=True)
