@@ -9,7 +9,7 @@ import torch
 
 from deployments.places.attention_patterns import showing
 from deployments.places.hook_site import HookSite
-from deployments.places.watching import attention_weights, first_tensor, with_first
+from deployments.places.watching import attention_weights, first_argument, first_tensor, with_first, with_first_argument
 
 Visit = Callable[[HookSite, Any], torch.Tensor | None]  # returns the replacement of the value, or None
 Readers = Mapping[HookSite, Sequence[int]]  # place of attention patterns -> spans of the forward pass, ascending
@@ -56,24 +56,22 @@ class Hooks:
             return
         for handle in self._handles:
             handle.remove()
-        # Hooks of one module run in the order of registration.
-        in_order = sorted(places, key=lambda place: place.order)
+        # Hooks of one module run in the order of registration. Its input is read after a change of the stream.
+        in_order = sorted(places, key=lambda place: (place.order, place.stream is None))
         self._handles = [handle for place in in_order for handle in self._hooks(place)]
         self._places = places
 
     def _hooks(self, place: HookSite) -> list[Any]:
         module = self._hf.get_submodule(place.module)
-        if place.stream:
-            return self._stream_hooks(place, self._hf.get_submodule(place.stream), module)
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            new = self._see(place, next(iter((*args, *kwargs.values())), None))
+            new = self._see(place, value := first_argument(args, kwargs))
             if new is None:
                 return None
-            if args:
-                return (new, *args[1:]), kwargs
-            first, *others = kwargs
-            return (), {first: new} | {name: kwargs[name] for name in others}
+            if place.stream:
+                value.copy_(new)  # the layer adds to the same tensor later
+                return None
+            return with_first_argument(args, kwargs, new)
 
         def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
             return self._see(place, output)
@@ -88,24 +86,6 @@ class Hooks:
         if place.side == "input":
             return [module.register_forward_pre_hook(before, with_kwargs=True)]
         return [module.register_forward_hook(after)]
-
-    def _stream_hooks(self, place: HookSite, layer: torch.nn.Module, branch: torch.nn.Module) -> list[Any]:
-        """Hooks for the sum of a layer's input and a branch's output; a change of the sum is applied to the output."""
-        inputs: list[torch.Tensor] = []
-
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            first = first_tensor(next(iter((*args, *kwargs.values())), None))
-            inputs[:] = [] if first is None or self._visit is None else [first]
-
-        def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
-            value = first_tensor(output)
-            if value is None or not inputs or self._visit is None:
-                return None
-            stream = inputs.pop() + value
-            new = self._see(place, stream)
-            return None if new is None else with_first(output, value + (new - stream))  # other rows stay bit-identical
-
-        return [layer.register_forward_pre_hook(before, with_kwargs=True), branch.register_forward_hook(after)]
 
     def _see(self, place: HookSite, value: Any) -> Any:
         """The replacement of the value in its original form; None to keep it."""

@@ -209,16 +209,17 @@ def _cut_back(cache: DynamicCache, length: int) -> None:
 
 def _context(config: Any, asked: int | None) -> int:
     """The most tokens of a sequence: the model's context, or fewer if requested."""
-    known = [length for length in (asked, getattr(config, "max_position_embeddings", None)) if length]
+    stated = [getattr(config, field, None) for field in ("max_position_embeddings", "max_seq_len")]
+    known = [length for length in (asked, *stated) if length]
     if not known:
-        raise UnsupportedModelError("the model's config states no context length, and none was asked for")
+        raise UnsupportedModelError("the model's config states no context length: set one with max_seq_len")
     context = min(known)
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         original = kind.get("original_max_position_embeddings")
         # A single longer row would change the rotary embedding of all rows in its batch.
         if kind.get("rope_type") == "longrope" and original and context > original:
-            message = f"its rotary embedding changes beyond {original} tokens; load it with a context of {original}"
+            message = f"its rotary embedding changes beyond {original} tokens: set max_seq_len={original}"
             raise UnsupportedModelError(message)
     return context
 

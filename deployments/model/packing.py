@@ -76,7 +76,7 @@ def _failure(model: Model) -> str | None:
     alone = [_alone(model, prompt) for prompt in prompts]
     try:
         together = _together(model, prompts) if model.packs else [_in_chunks(model, prompt) for prompt in prompts]
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
         if is_out_of_memory(error) or is_broken(error):
             raise
         return f"{type(error).__name__}: {error}"  # architectures reject unsupported arguments with various errors

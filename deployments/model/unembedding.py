@@ -41,7 +41,7 @@ class Unembedding:
         self._hf = hf
         self._stem, _, self._name = points.layers.rpartition(".")
         self.vocabulary: int = hf.get_output_embeddings().out_features
-        pad = hf.config.get_text_config().pad_token_id
+        pad = getattr(hf.config.get_text_config(), "pad_token_id", None)
         self._id = 0 if pad != 0 else 1  # the token of each row; models warn about padding
         self.device = torch.device(hf.device)
         self._given: Any = None  # a layer's output: a tensor, or a tuple that starts with one

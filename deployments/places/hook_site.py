@@ -23,8 +23,8 @@ class HookSite:
     layout: Layout
     shape: tuple[int, ...]  # one token's; for patterns (heads,), after which an axis grows with the token's position
     dtype: torch.dtype
-    # The layer to whose input the value is added, if the place is their sum: the residual stream between attention and
-    # MLP, which is neither input nor output of a module.
+    # The layer, if the place is its residual stream between attention and MLP. The module reads it. A change is made in
+    # place, and so continues in the stream.
     stream: str | None = None
 
     @property

@@ -19,15 +19,19 @@ from torch import nn
 
 from deployments.errors import RequestError
 from deployments.places.architectures import (
+    ABSENT,
     OUTPUT_PROJECTIONS,
     Side,
+    Values,
     canonical_modules,
-    drop_misnamed_norms,
+    check_norms,
     find_layers,
     head_shape,
+    missing_branches,
+    same_values,
 )
 from deployments.places.hook_site import HookSite, Point
-from deployments.places.watching import by_tokens, drop_wrong_patterns, follows_tokens, place_of, watch
+from deployments.places.watching import by_tokens, carried_on, drop_wrong_patterns, follows_tokens, place_of, watch
 from deployments.points.capture import LAYERNORM_SITES, Capture
 from deployments.points.names import COLUMNS, canonical, dtype_name, hooks_like
 from deployments.savepoint import Savepoint
@@ -39,14 +43,14 @@ MAX_POINTS = 4096
 class Points:
     """All capture points of one model, and their names."""
 
-    def __init__(self, model: Any, places: Iterable[HookSite], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:
-        """Name a model's places; `seen`, (module path, side) -> value of one forward pass, checks the norms' names."""
+    def __init__(self, model: Any, places: Iterable[HookSite], ids: torch.Tensor, seen: Values) -> None:
+        """Name a model's places, and check the names by the values `seen` in a forward pass of `ids`."""
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
-        self.layers = find_layers(model, modules)
+        self.layers = find_layers(model, modules, seen)
         self.layer_count = len(modules[self.layers])
         self._aliases = canonical_modules(model, modules, paths, self.layers)
-        drop_misnamed_norms(self._aliases, seen)
+        check_norms(self._aliases, seen)
         attentions = {path for alias, path in self._aliases.items() if alias.endswith(".attention")}
         self._places = {
             f"{place.module}.{place.side}": place
@@ -54,8 +58,9 @@ class Points:
             if not place.grows or place.module in attentions  # some layers pass their attention's patterns on
         }
         self._attention = model.config.get_text_config()._attn_implementation
-        self._heads = head_shape(model)
-        self._streams = dict(self._find_streams(seen))
+        self._heads = dict(self._find_heads(model, modules))
+        self._lacking = dict(missing_branches(self._aliases, seen))  # name -> the reason
+        self._streams = dict(self._find_streams(model, ids, seen))
         self._savepoints: dict[str, Point] = {}
 
     @classmethod
@@ -78,7 +83,7 @@ class Points:
                 here, again_by_token = by_tokens(place, value, ids), by_tokens(place, other, longer)
                 if follows_tokens(here, again_by_token[1:, :5].flip(0)[..., : here.shape[-1]]):
                     places.append(place)
-        return cls(model, places, seen)
+        return cls(model, places, ids, seen)
 
     def __iter__(self) -> Iterator[Point]:
         """One point for each place, under its canonical name if it has one, in the order of execution."""
@@ -91,33 +96,49 @@ class Points:
             yield Point(names.get(place, path), place, place.shape)
 
     def more(self) -> Iterator[Point]:
-        """Points beside those of `iter`: `attention.heads`, a view of one, and `resid_mid`, which is no module's."""
+        """Points beside those of `iter`, of whose places they are views: `attention.heads` and `resid_mid`."""
         for layer in range(self.layer_count):
             for site in ("attention.heads", "resid_mid"):
                 if point := self._lookup(f"layers.{layer}.{site}"):
                     yield point
 
-    def _find_streams(self, seen: Mapping[tuple[str, Side], torch.Tensor]) -> Iterator[tuple[str, HookSite]]:
-        """`layers.{i}.resid_mid` of the layers that have it.
-
-        It is the sum of the layer's input and the output of attention or a norm after it, and the input of the MLP or
-        the norm before it. Parallel blocks have no such sum.
-        """
-        order = {key: i for i, key in enumerate(seen)}
+    def _find_heads(self, model: Any, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Point]]:
+        """`layers.{i}.attention.heads`, the inputs of the layers' output projections."""
         for i in range(self.layer_count):
-            layer = self._aliases[f"layers.{i}"]
-            reader = self._aliases.get(f"layers.{i}.post_attention_layernorm") or self._aliases.get(f"layers.{i}.mlp")
-            first, middle = seen.get((layer, "input")), seen.get((f"{reader}", "input"))
-            if first is None or middle is None or torch.equal(first.flatten(), middle.flatten()):
-                continue
-            turn = order[f"{reader}", "input"]
-            before = [path for path, side in seen if side == "output" and path.startswith(f"{layer}.")]
-            for path in sorted(before, key=lambda path: -order[path, "output"]):
-                place, value = self._places.get(f"{path}.output"), seen[path, "output"]
-                fits = place and place.order < turn and value.shape == first.shape
-                if place and fits and torch.allclose((first + value).flatten(), middle.flatten()):
-                    yield f"layers.{i}.resid_mid", replace(place, order=turn, stream=layer)
-                    break
+            attention, name = self._aliases.get(f"layers.{i}.attention"), f"layers.{i}.attention.heads"
+            for projection in OUTPUT_PROJECTIONS if attention else ():
+                place = self._places.get(f"{attention}.{projection}.input")
+                shape = (
+                    head_shape(model, modules[f"{attention}"], *place.shape)
+                    if place and len(place.shape) == 1
+                    else None
+                )
+                if place and shape:
+                    yield name, Point(name, place, shape)
+
+    def _find_streams(self, model: Any, ids: torch.Tensor, seen: Values) -> Iterator[tuple[str, HookSite]]:
+        """`layers.{i}.resid_mid` of the layers that have it: the input of the MLP or the norm before it.
+
+        The layer must add to it later. Parallel blocks have none.
+        """
+        readers: dict[str, str] = {}
+        for i in range(self.layer_count):
+            layer, name = self._aliases[f"layers.{i}"], f"layers.{i}.resid_mid"
+            attention, mlp = (self._aliases.get(f"layers.{i}.{part}", "") for part in ("attention", "mlp"))
+            reader = self._aliases.get(f"layers.{i}.post_attention_layernorm", mlp)
+            first, middle = seen.get((layer, "input")), seen.get((reader, "input"))
+            pairs = [(first, middle), (seen.get((attention, "input")), seen.get((mlp, "input")))]
+            self._lacking[name] = "nothing in this model's layers reads the residual stream after attention is added"
+            if any(a is not None and b is not None and same_values(a, b) for a, b in pairs):
+                self._lacking[name] = "attention and MLP of this model read the same residual stream"
+            elif f"{reader}.input" in self._places and (layer, "output") in seen:
+                readers[layer] = reader
+                self._lacking[name] = f"this model does not add to what {reader} reads"
+        carried = carried_on(model, ids, readers, seen)
+        for i in range(self.layer_count):
+            if (layer := self._aliases[f"layers.{i}"]) in carried:
+                del self._lacking[f"layers.{i}.resid_mid"]
+                yield f"layers.{i}.resid_mid", replace(self._places[f"{readers[layer]}.input"], stream=layer)
 
     def name(self, savepoints: Iterable[Savepoint]) -> None:
         """Add savepoints: points with names of their own, which are the default ones from now on.
@@ -148,8 +169,7 @@ class Points:
         features, heads = capture.features, capture.heads
         for name, point in points.items():
             if heads and not (point.place.grows or len(point.shape) > 1):
-                message = f"{name} has no heads: they are at layers.{{i}}.attention.heads and .attention.weights"
-                raise RequestError(message, "capture.heads")
+                raise RequestError(f"{name} has no heads{self._heads_hint('; these have')}", "capture.heads")
             if heads and max(heads) >= point.shape[0]:
                 raise RequestError(f"{name} has heads 0 to {point.shape[0] - 1}", "capture.heads")
             if features and point.place.grows:
@@ -225,14 +245,14 @@ class Points:
     def _layer(self, layer: int, field: str) -> int:
         """A layer's index from the start."""
         if not -self.layer_count <= layer < self.layer_count:
-            raise RequestError(f"there is no layer {layer}: this model has {self.layer_count}", field)
+            raise RequestError(f"there is no layer {layer}: this model has layers 0 to {self.layer_count - 1}", field)
         return layer % self.layer_count
 
     def _lookup(self, name: str) -> Point | None:
-        if point := self._savepoints.get(name):
+        if name in self._lacking:
+            return None
+        if point := self._savepoints.get(name) or self._heads.get(name):
             return point
-        if match := re.fullmatch(r"(layers\.\d+\.attention)\.heads", name):
-            return self._lookup_heads(name, match[1])
         if place := self._places.get(name) or self._streams.get(name):
             return Point(name, place, place.shape)
         module, _, side = name.rpartition(".")
@@ -240,25 +260,40 @@ class Points:
             return Point(name, place, place.shape)
         return None
 
-    def _lookup_heads(self, name: str, attention: str) -> Point | None:
-        for projection in OUTPUT_PROJECTIONS:
-            place = self._places.get(f"{self._aliases.get(attention)}.{projection}.input")
-            if place and self._heads and place.shape == (self._heads[0] * self._heads[1],):
-                return Point(name, place, self._heads)
-        return None
-
     def _refuse(self, name: str, field: str) -> Point:
-        """Raise an error with the nearest existing names."""
+        """Raise an error with the nearest existing names, or with the reason if the name is a canonical one."""
         layer = re.match(r"^layers\.(\d+)\b", name)
         if layer and name == f"layers.{layer[1]}.attention.weights":
             self._refuse_patterns(name, field)
+        if reason := self._reason(name):
+            raise RequestError(f"{name!r} is not a capture point of this model: {reason}", field, code="unknown_point")
         known = [*self._savepoints, *self._canonical_names(int(layer[1]) if layer else 0), *self._places]
-        known += [] if "." in name else TRANSFORMER_LENS
+        known += [] if "." in name else [hook for hook in TRANSFORMER_LENS if self._is_known(hook)]
         sides = [f"{name}.{side}" for side in ("output", "input")]  # of a module that is named without a side
-        nearest = [side for side in sides if self._lookup(side)] or hooks_like(name)
+        nearest = [other for other in sides + hooks_like(name) if self._is_known(other)]
         nearest = nearest or difflib.get_close_matches(name, known, 3, 0.4)
         hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
         raise RequestError(f"{name!r} is not a capture point of this model{hint}", field, code="unknown_point")
+
+    def _is_known(self, name: str) -> bool:
+        try:
+            return all(map(self._lookup, self._expand(name, "")))
+        except RequestError:  # no such layer
+            return False
+
+    def _reason(self, name: str) -> str | None:
+        """Why the model lacks a canonical name; None for other names."""
+        if reason := self._lacking.get(name):
+            module = self._aliases.get(name.removesuffix(".output"))
+            return f"{reason}; its own output is the point {module}.output" if module else reason
+        match = re.fullmatch(r"(layers\.\d+(?:\.(\w+))?)\.(input|output|heads)", name)
+        if not match or (match[2] and match[2] not in ABSENT):
+            return None
+        if match[3] == "heads":
+            return "no module reads its heads' outputs side by side" if match[2] == "attention" else None
+        if match[1] not in self._aliases:
+            return ABSENT[match[2]]
+        return f"the {match[3]} of {self._aliases[match[1]]} has no row for each token"
 
     def _refuse_patterns(self, name: str, field: str) -> None:
         """Raise an error that says how to get attention patterns."""
@@ -270,8 +305,16 @@ class Points:
         raise RequestError(message, field, "no_attention_patterns")
 
     def _refuse_change(self, name: str, field: str) -> None:
-        message = f"{name} cannot be changed, because nothing later in the model reads it: change "
-        raise RequestError(message + "layers.{i}.attention.heads", field)
+        message = f"{name} cannot be changed, because nothing later in the model reads it"
+        raise RequestError(message + self._heads_hint(": change", ["heads"]), field)
+
+    def _heads_hint(self, verb: str, sites: Iterable[str] = ("heads", "weights")) -> str:
+        """The model's points of heads for a message; empty without any."""
+        having = {
+            site for i in range(self.layer_count) for site in sites if self._lookup(f"layers.{i}.attention.{site}")
+        }
+        names = [f"layers.{{i}}.attention.{site}" for site in sites if site in having]
+        return f"{verb} {' and '.join(names)}" if names else ""
 
     def _canonical_names(self, layer: int | None = None) -> list[str]:
         names = [f"{alias}.{side}" for alias in self._aliases for side in get_args(Side)]

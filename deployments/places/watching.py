@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from deployments.places.architectures import Side
+from deployments.places.architectures import Key, Side, Values
 from deployments.places.attention_patterns import eagerly, showing
 from deployments.places.hook_site import HookSite
 
@@ -27,22 +28,34 @@ def attention_weights(value: Any) -> torch.Tensor | list[torch.Tensor] | None:
     return weights if is_batch or isinstance(weights, list) else None
 
 
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module's first argument; None without any."""
+    return next(iter((*args, *kwargs.values())), None)
+
+
+def with_first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], new: Any) -> tuple[Any, dict[str, Any]]:
+    """A module's arguments with another first one."""
+    if args:
+        return (new, *args[1:]), kwargs
+    return args, kwargs | {next(iter(kwargs)): new}
+
+
 def with_first(value: Any, new: torch.Tensor) -> Any:
     """A module's value with another tensor instead of itself, or of a tuple's first."""
     return new if isinstance(value, torch.Tensor) else type(value)((new, *value[1:]))
 
 
-def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]:
+def watch(model: Any, ids: torch.Tensor) -> dict[Key, torch.Tensor]:
     """(module path, side) -> its value in one forward pass, for modules that are called once, in order."""
-    seen: dict[tuple[str, Side], torch.Tensor | None] = {}
-    calls: Counter[tuple[str, Side]] = Counter()
+    seen: dict[Key, torch.Tensor | None] = {}
+    calls: Counter[Key] = Counter()
 
     def note(path: str, side: Side, tensor: Any) -> None:
         calls[path, side] += 1
         seen[path, side] = None if tensor is None else tensor.clone()  # other modules may overwrite it
 
     def before(path: str) -> Any:
-        return lambda _, args, kwargs: note(path, "input", first_tensor(next(iter((*args, *kwargs.values())), None)))
+        return lambda _, args, kwargs: note(path, "input", first_tensor(first_argument(args, kwargs)))
 
     def after(path: str) -> Any:
         def hook(_: Any, args: Any, output: Any) -> None:
@@ -61,7 +74,53 @@ def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]
     return {key: value for key, value in seen.items() if value is not None and calls[key] == 1}
 
 
-def drop_wrong_patterns(seen: dict[tuple[str, Side], torch.Tensor], model: Any, ids: torch.Tensor) -> None:
+def carried_on(model: Any, ids: torch.Tensor, readers: Mapping[str, str], seen: Values) -> set[str]:
+    """The layers to whose output the input of their reader is added: a change of it in place changes the output.
+
+    Args:
+        model: The model.
+        ids: [batch, tokens] of the forward pass.
+        readers: Path of a layer -> path of the module in it whose input may be the residual stream.
+        seen: (module path, side) -> its value in a forward pass of `ids`, as of `watch`.
+    """
+    found = set()
+
+    def before(size: torch.Tensor) -> Any:
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            value = first_argument(args, kwargs)
+            if not isinstance(value, torch.Tensor) or not value.is_contiguous():
+                return None
+            own = value.clone()
+            value += size.to(value.device)  # seen by all but the reader
+            return with_first_argument(args, kwargs, own)
+
+        return hook
+
+    def after(layer: str, wanted: torch.Tensor) -> Any:
+        def hook(_: Any, args: Any, output: Any) -> Any:
+            value = first_tensor(output)
+            if value is None or value.shape != wanted.shape:
+                return None
+            change = (value - wanted).flatten(0, -2)  # of the stream: the same at each token
+            if change.any() and _mostly_near(change[:1].expand_as(change), change, 0.3):
+                found.add(layer)
+            return with_first(output, wanted.clone())  # later layers are as before
+
+        return hook
+
+    with ExitStack() as hooks:
+        for layer, reader in readers.items():
+            wanted = seen[layer, "output"]
+            size = wanted.abs().max()  # larger than rounding, also of massive values
+            modules = model.get_submodule(reader), model.get_submodule(layer)
+            hooks.callback(modules[0].register_forward_pre_hook(before(size), with_kwargs=True).remove)
+            hooks.callback(modules[1].register_forward_hook(after(layer, wanted)).remove)
+        if readers:
+            model(input_ids=ids, use_cache=False)
+    return found
+
+
+def drop_wrong_patterns(seen: dict[Key, torch.Tensor], model: Any, ids: torch.Tensor) -> None:
     """Remove observed patterns of a forward pass of `ids` [batch, tokens] that differ from those of eager attention.
 
     An architecture's attention may do more than recomputed patterns show.

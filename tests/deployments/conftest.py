@@ -76,6 +76,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "opt_norms_behind": ("OPTConfig", {**OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
     "phi3": ("Phi3Config", {**GROUPED, "sliding_window": WINDOW}),
     "olmo2": ("Olmo2Config", GROUPED),
+    "granite": ("GraniteConfig", {**GROUPED, "residual_multiplier": 0.22}),
     "exaone4": ("Exaone4Config", {**GROUPED, "sliding_window": WINDOW, "layer_types": LAYER_TYPES}),
     "falcon_parallel": ("FalconConfig", {**FALCON, "alibi": False, "multi_query": True, "parallel_attn": True}),
     "falcon_two_norms": (

@@ -15,10 +15,10 @@ from deployments.model.packing import UnsupportedModelError
 @pytest.mark.parametrize(
     ("architecture", "context", "reason"),
     [
-        ("phi3_longrope", 64, "with a context of 32"),  # the longest row would turn all rows' positions
+        ("phi3_longrope", 64, "set max_seq_len=32"),  # the longest row would turn all rows' positions
         ("mamba", None, "its layers keep a recurrent"),
         ("qwen3_next", None, "its layers keep a recurrent"),
-        ("bloom", None, "context"),  # it states none
+        ("bloom", None, "set one with max_seq_len"),  # its config states none
     ],
 )
 def test_what_cannot_be_served_exactly_is_refused_at_load(architecture, context, reason, build, byte_tokenizer):

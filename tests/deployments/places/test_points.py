@@ -23,6 +23,7 @@ READERS = {
     "gemma3": ("self_attn.q_proj", "mlp.gate_proj"),
     "opt": ("self_attn.q_proj", "fc1"),
     "phi3": ("self_attn.qkv_proj", "mlp.gate_up_proj"),
+    "granite": ("self_attn.q_proj", "mlp.gate_proj"),
     "falcon_two_norms": ("self_attention.query_key_value", "mlp.dense_h_to_4h"),
     "falcon_sequential": ("self_attention.query_key_value", "mlp.dense_h_to_4h"),
 }

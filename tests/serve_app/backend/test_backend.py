@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from deployments.activations.actors.store import connect
 from deployments.activations.filters import Filter
 from deployments.job import Job
 from deployments.options import NO_MODEL, Options
-from serve_app.backend import client_data, model_registry, served_model
+from serve_app.backend import client_data, served_model
 from serve_app.backend.backend import Backend
 from serve_app.backend.served_model import GRACE_S, ServedModel
 from serve_app.http.errors import ApiError
@@ -106,9 +105,7 @@ def test_while_serves_controller_does_not_answer_it_is_said_and_requests_are_ser
 
     paths = ("/health", "/v1/models", "/v1/models/unknown")
     with ThreadPoolExecutor(3) as pool, stopped(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")):
-        began = time.monotonic()
         assert list(pool.map(status, paths)) == [(503, "unavailable")] * 3
-        assert time.monotonic() - began < 3 * model_registry.CONTROLLER_S
         assert httpx.post(f"{served.base_url}/completions", json=BODY, timeout=60).status_code == 200
     eventually(lambda: status("/health"), lambda seen: seen[0] == 200)
 
