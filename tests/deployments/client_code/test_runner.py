@@ -147,14 +147,19 @@ def test_a_job_whose_client_leaves_makes_room_at_once_running_or_waiting(runner,
     assert asyncio.run(outcome()) == "COMPLETED"
 
 
-def test_an_ended_job_leaves_no_process_to_the_first_one(runner, board, reading, eventually):
-    async def ended() -> None:
-        await runner.run(await sent(board, reading))
+def test_a_job_that_is_killed_leaves_no_process_to_the_first_one(runner, board, looping, eventually):
+    async def killed() -> None:
+        listener = await board.board.listen()
+        job = await sent(board, looping, listener)
+        running = asyncio.ensure_future(runner.run(job))
+        await begins(board, job)
+        await board.board.leave(listener)
+        await running
 
     call("prctl", PR_SET_CHILD_SUBREAPER, 1)  # processes without a parent come here, as else to process 1
     try:
         before = set(psutil.Process().children())
-        asyncio.run(ended())
+        asyncio.run(killed())
         eventually(lambda: set(psutil.Process().children()) <= before, limit_s=5)
     finally:
         call("prctl", PR_SET_CHILD_SUBREAPER, 0)
