@@ -24,9 +24,9 @@ from serve_app.ingress import Ingress
 from serve_app.lifecycle import check_free, drain_on_sigterm
 
 # Serve's proxies are not actors of this application: they use gRPC to the ingress if Ray was started with this
-# variable. `serve run serve_app:app` starts Ray, if none runs yet, after it has imported this module. Otherwise, set
-# it before `ray start`, as `cluster.yaml` does.
-RAY_ENVIRONMENT = GRPC | {"RAY_SERVE_PROXY_USE_GRPC": "1"}
+# variable. With the other, metrics are exported after 2 s instead of 10. `serve run serve_app:app` starts Ray, if none
+# runs yet, after it has imported this module. Otherwise, set them before `ray start`, as `cluster.yaml` sets the first.
+RAY_ENVIRONMENT = GRPC | {"RAY_SERVE_PROXY_USE_GRPC": "1", "RAY_metrics_report_interval_ms": "2000"}
 for _name, _value in RAY_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 

@@ -75,11 +75,17 @@ def drain_on_sigterm(grace_s: float) -> None:
     """Let `serve run` end by SIGTERM as by Ctrl-C, but after the requests that run, or at once by a second SIGTERM."""
 
     def stop() -> None:
-        drain(None, grace_s)
-        os.kill(os.getpid(), signal.SIGTERM)  # SIGINT may be ignored, as in background jobs of scripts
+        try:
+            drain(None, grace_s)
+        finally:  # also where Ray does not answer any more
+            os.kill(os.getpid(), signal.SIGTERM)  # SIGINT may be ignored, as in background jobs of scripts
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `stop` sends one more
+        raise KeyboardInterrupt  # `serve run` then stops Serve and exits with 0
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # `serve run` then stops Serve and exits with 0
+        signal.signal(signal.SIGTERM, end)
         threading.Thread(target=stop, daemon=True).start()
 
     worker._post_init_hooks.append(lambda: signal.signal(signal.SIGTERM, handle))

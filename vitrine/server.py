@@ -139,7 +139,7 @@ def connect(
     return Server(wait(connect_async(url, api_key=api_key, model=model, timeout=timeout)))
 
 
-def nnsight_model(server: Server, directory: str | Path | None = None) -> Any:
+def nnsight_model(server: Server, directory: str | Path | None = None, **options: Any) -> Any:
     """The served model in nnsight, without weights: `with model.trace(text, remote=True)` runs on the server.
 
     It needs nnsight, torch and transformers here, and the server's option `allow_client_code=true`. The model's
@@ -148,6 +148,8 @@ def nnsight_model(server: Server, directory: str | Path | None = None) -> Any:
     Args:
         server: The server; its `model` is wrapped.
         directory: A directory with the model's configuration and tokenizer, if the server is on another machine.
+
+        options: Further arguments of `nnsight.TransformersModel`, such as `rename={"model.layers": "blocks"}`.
 
     Returns:
         An `nnsight.TransformersModel`.
@@ -182,8 +184,9 @@ def nnsight_model(server: Server, directory: str | Path | None = None) -> Any:
         ) from error
     own_code = {"trust_remote_code": True} if deployed["trust_remote_code"] else {}
     given = {"revision": deployed["revision"], **own_code}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, **given)
-    return made(str(source), task="text-generation", tokenizer=tokenizer, **given)
+    if "tokenizer" not in options:
+        options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(source, **given)
+    return made(str(source), task="text-generation", **given, **options)
 
 
 def _served_class(server: Server, key: str) -> Any:

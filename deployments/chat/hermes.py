@@ -26,26 +26,34 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """OpenAI's messages with the tools, calls and results as text, of the roles `system`, `user` and `assistant`."""
+def plain(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, with_system: bool = True
+) -> list[dict[str, Any]]:
+    """OpenAI's messages with the tools, calls and results as text, of the roles `system`, `user` and `assistant`.
+
+    Without `with_system`, for templates that show no system message, the tools stand before the first text.
+    """
     written: list[dict[str, Any]] = []
     role = None
     for message in messages:
         text = message.get("content") or ""
+        calls = [_call(**call["function"]) for call in message.get("tool_calls") or ()]
+        kept = {name: value for name, value in message.items() if name != "tool_calls"}
         if message["role"] == "tool":
+            kept = {"role": "user"}
             text = f"<tool_response>\n{text}\n</tool_response>"
-            if role == "tool":  # one message of all results: many templates want roles to alternate
-                text = f"{written.pop()['content']}\n{text}"
-            written.append({"role": "user", "content": text})
-        else:
-            calls = [_call(**call["function"]) for call in message.get("tool_calls") or ()]
-            kept = {name: value for name, value in message.items() if name != "tool_calls"}
-            written.append({**kept, "content": "\n".join(filter(None, [text, *calls]))})
+        if kept["role"] == "user" and role == "tool":  # one message: many templates want roles to alternate
+            text = f"{written.pop()['content']}\n{text}"
+        written.append({**kept, "content": "\n".join(filter(None, [text, *calls]))})
         role = message["role"]
     if tools:
         described = TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-        first = [written.pop(0)["content"]] if written[0]["role"] == "system" else []
-        written.insert(0, {"role": "system", "content": "\n\n".join([*first, described])})
+        if written[0]["role"] == "system":
+            written[0]["content"] += f"\n\n{described}"
+        elif with_system:
+            written.insert(0, {"role": "system", "content": described})
+        else:
+            written[0]["content"] = f"{described}\n\n{written[0]['content']}"
     return written
 
 

@@ -94,11 +94,12 @@ class ChatFormat:
             text.encode()  # arguments of earlier calls are JSON within JSON, which can contain half of a surrogate pair
             return text
         except TEMPLATE_ERRORS as error:
-            raise RequestError(f"the model's chat template rejects these messages: {error}", "messages") from error
+            reason = str(error).partition("Final message to continue")[0]  # the whole chat follows
+            raise RequestError(f"the model's chat template rejects these messages: {reason}", "messages") from error
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **more: Any) -> str:
         if self._in_hermes:
-            messages, tools = hermes.plain(messages, tools), None
+            messages, tools = hermes.plain(messages, tools, self._takes_system), None
         template = self._tokenizer.get_chat_template(None, tools)
         # `apply_chat_template` leaves out content that is None, for which some templates test (DeepSeek's).
         empty = None if TESTS_NONE.search(template) else ""
@@ -113,6 +114,14 @@ class ChatFormat:
         variables = {**self._tokenizer.special_tokens_map, "tools": tools, "chat_template": template, **more}
         rendered: Any = render_jinja_template([told], **variables)  # texts, and where generation began in each
         return str(rendered[0][0])
+
+    @functools.cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template shows a system message; some raise an error instead (Gemma 2's), or leave it out."""
+        messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "a"}]
+        with contextlib.suppress(*TEMPLATE_ERRORS):
+            return PROBE in str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        return False
 
     @functools.cached_property
     def _needs_parts(self) -> bool:

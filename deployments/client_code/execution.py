@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import io
 import json
+import linecache
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import socket
@@ -14,16 +17,19 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import zstandard
-from nnsight import TransformersModel
+from nnsight import Envoy, TransformersModel
 from nnsight.schema.request import RequestModel
-from nnsight.tracing.tracer import dec, inc
+from nnsight.tracing.tracer import _saves, dec, inc
 from nnsight.tracing.util import clean_traceback, filter_traceback
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from deployments.client_code.job import Kind, Limits, receive, send
 from deployments.client_code.kernel import PR_SET_PDEATHSIG, call
@@ -39,6 +45,10 @@ LEVEL = 3  # of zstd: a result is compressed once and sent once
 MOST_FILES = 1024
 MOST_THREADS = 1024
 
+
+# Values that a block cannot change, and the model, which stays in the job.
+_UNCHANGEABLE: tuple[type, ...] = (int, float, complex, str, bytes, type(None), type)
+_UNCHANGEABLE += (types.FunctionType, types.ModuleType, Envoy)
 
 LINE_BYTES = 100  # that a printed line counts besides its text: each is a message
 LONGEST_LINE = 1 << 14  # characters that wait for a line's end
@@ -137,7 +147,7 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
         _, block = receive(replica)
         asked = json.loads(body)
         limits = Limits(**asked["limits"])
-        module = model.weights.module(storage)
+        module = _registered(model.weights.module(storage))
         wrapped = TransformersModel(module, tokenizer=model.tokenizer, task="text-generation")
         log = JobLog(to, limits.log_bytes)
         sys.stdout = sys.stderr = log
@@ -162,8 +172,7 @@ def _outcome(
         model._remoteable_set_env(asked["env"])
         persistent = model._remoteable_persistent_objects()
         tracer = RequestModel.deserialize(block, persistent, compress=asked["compress"])
-        saved = _saved(tracer)
-        result = _written(saved, asked["compress"])
+        result = _result(tracer, _saved(tracer), asked["compress"])
     except BaseException as error:  # noqa: BLE001 - the client's code may raise anything; the error goes back to the client
         return Kind.FAILED, _cut(_error_text(error))
     if len(result) > limits.result_bytes:
@@ -174,18 +183,68 @@ def _outcome(
     return Kind.DONE, result
 
 
+def _registered(module: torch.nn.Module) -> torch.nn.Module:
+    """A module that can return hidden states and attentions: transformers registers only classes that it constructs."""
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            _CAN_RECORD_REGISTRY[part] = part._can_record_outputs
+    return module
+
+
 def _saved(tracer: Any) -> dict[str, Any]:
     """Run a block and return its saved values by the names in its frame.
 
-    `Tracer.__exit__` does the same around a local block.
+    `Tracer.__exit__` does the same around a local block, where the client's own objects also keep what the block
+    changes in them: those that are saved are returned by their names.
+
+    Raises:
+        ValueError: A saved object of the client has no name in the frame.
     """
-    tracer.info.frame.f_locals = names = _FrameNames(tracer.info.frame.f_locals)
+    frame = tracer.info.frame
+    sent = {**frame.f_globals, **frame.f_locals}
+    frame.f_locals = names = _FrameNames(frame.f_locals)
     inc()
     try:
         tracer.execute(tracer.info.code)
+        marked = set(_saves())
     finally:
         dec()
+    own = {id(value): path for path, value in _objects(sent) if id(value) in marked}
+    names.saved |= {name: value for name, value in names.items() if id(value) in own}
+    for _, value in _objects(names.saved):
+        own.pop(id(value), None)
+    for path in own.values():
+        name = re.split(r"[.[]", path)[0]
+        message = f"{path} is saved, but is no local variable where the block is{_line(tracer, name)}"
+        raise ValueError(f"{message}: save a new object under a name, such as `saved = nnsight.save([])`")
     return names.saved
+
+
+def _objects(named: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Objects that a block can change, with how to reach them: those with these names, and those inside."""
+    seen: set[int] = set()
+    left = list(named.items())
+    while left:
+        path, value = left.pop()
+        if id(value) in seen or isinstance(value, _UNCHANGEABLE):
+            continue
+        seen.add(id(value))
+        yield path, value
+        if isinstance(value, dict):
+            left += [(f"{path}[{key!r}]", inside) for key, inside in value.items()]
+        elif isinstance(value, list | tuple | set):
+            left += [(f"{path}[{i}]", inside) for i, inside in enumerate(value)]
+        elif not isinstance(value, torch.Tensor):
+            left += [(f"{path}.{name}", inside) for name, inside in getattr(value, "__dict__", {}).items()]
+
+
+def _line(tracer: Any, name: str) -> str:
+    """Where a block names a variable first, as Python's tracebacks have it; empty if it does not."""
+    for instruction in dis.get_instructions(tracer.info.code):
+        if instruction.argval == name and instruction.positions and (line := instruction.positions.lineno):
+            path = tracer.info.frame.f_code.co_filename
+            return f' (File "{path}", line {line}: {linecache.getline(path, line).strip()})'
+    return ""
 
 
 class _FrameNames(dict[str, Any]):
@@ -199,6 +258,24 @@ class _FrameNames(dict[str, Any]):
         """Set names to values."""
         super().update(names)
         self.saved.update(names)
+
+
+def _result(tracer: Any, saved: dict[str, Any], compress: bool) -> bytes:
+    """Serialize saved values.
+
+    Raises:
+        TypeError: One cannot be serialized; has its name and where the block names it.
+    """
+    try:
+        return _written(saved, compress)
+    except Exception:
+        for name, value in saved.items():
+            try:
+                _written({name: value}, compress)
+            except Exception as error:  # noqa: BLE001 - a class decides how its instances are serialized
+                message = f"the saved value {name!r} cannot be sent back{_line(tracer, name)}"
+                raise TypeError(f"{message}: {type(error).__name__}: {error}") from None
+        raise
 
 
 def _written(saved: dict[str, Any], compress: bool) -> bytes:

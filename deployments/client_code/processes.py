@@ -18,6 +18,7 @@ from struct import Struct
 from deployments.client_code.execution import JobModel
 from deployments.client_code.execution import run as run_job
 from deployments.client_code.job import CodeJob, Kind, Limits, receive, send
+from deployments.client_code.kernel import PR_SET_CHILD_SUBREAPER, call
 from deployments.client_code.sandbox import Sandbox
 
 logger = logging.getLogger("ray.serve")
@@ -190,7 +191,9 @@ def run_host(control: socket.socket, weights_fd: int) -> None:
     import transformers.pipelines.text_generation  # noqa: F401 - what nnsight wraps a model in: no job waits for it
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children are reaped by the kernel
+    # The kernel reaps ended children, and jobs' processes whose parents have ended: process 1 may reap none.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1)
     _, body = receive(control)
     model = pickle.loads(body)  # noqa: S301 - sent by the replica
     send(control, Kind.RUNNING, b"")

@@ -220,14 +220,13 @@ def _about(spec: ReadoutSpec, hidden: int, values: int) -> dict[str, Any]:
     return {"object": "readout", **fields, "activation": spec.activation, "hidden": hidden, "values": values}
 
 
-_SAELENS_ACTIVATIONS = {"standard": "relu", "gated": "gated", "topk": "topk", "jumprelu": "jumprelu"}
-_SAELENS_TRAINING = (
-    "l1_coefficient",
-    "l0_coefficient",
-    "aux_loss_coefficient",
-    "use_ghost_grads",
-    "jumprelu_init_threshold",
-)
+# A readout's activation by SAELens' architecture and, in its versions before 6, the activation function.
+_SAELENS_ACTIVATIONS = {
+    "standard": {"relu": "relu", "topk": "topk"},
+    "gated": {"relu": "gated"},
+    "topk": {"topk": "topk"},
+    "jumprelu": {"relu": "jumprelu"},
+}
 _SAELENS_FOLDING = (
     "fold_ln",
     "center_writing_weights",
@@ -235,7 +234,19 @@ _SAELENS_FOLDING = (
     "fold_value_biases",
     "refactor_factored_attn_matrices",
 )
-_SAELENS_TENSORS = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "b_gate", "b_mag", "r_mag")
+# Settings of `cfg.json` in all versions. Others are refused, as they may change features: those of training runs, too.
+_SAELENS_USED = (
+    *("architecture", "activation_fn", "activation_fn_str", "activation_fn_kwargs", "k", "d_in", "d_sae"),
+    *("apply_b_dec_to_input", "normalize_activations", "reshape_activations", "rescale_acts_by_decoder_norm"),
+    *("finetuning_scaling_factor", "hook_name", "hook_name_out", "hook_head_index", "model_name", "metadata"),
+    "model_from_pretrained_kwargs",
+)
+# No encoder reads these: where its training rows came from, and where and how precisely it computes (here in float32).
+_SAELENS_IGNORED = (
+    *("model_class_name", "hook_layer", "hook_head_index_out", "hf_hook_name", "hf_hook_name_out", "context_size"),
+    *("prepend_bos", "exclude_special_tokens", "seqpos_slice", "dataset_path", "dataset_trust_remote_code"),
+    *("neuronpedia_id", "sae_lens_version", "sae_lens_training_version", "device", "dtype"),
+)
 
 
 def read_saelens(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -254,9 +265,13 @@ def read_saelens(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
     spec = _saelens_spec(config)
     if "W_enc" not in tensors:
         raise RequestError(f"{directory} has no W_enc, but {', '.join(sorted(tensors))}", "file")
-    if (width := config.get("d_in")) not in (None, tensors["W_enc"].shape[0]):
-        raise RequestError(f"d_in is {width}, but W_enc has the shape {list(tensors['W_enc'].shape)}", "d_in")
-    tensors = {name: tensor for name, tensor in tensors.items() if name in _SAELENS_TENSORS}
+    for name, size in zip(("d_in", "d_sae"), tensors["W_enc"].shape, strict=True):
+        if config.get(name) not in (None, size):
+            shape = list(tensors["W_enc"].shape)
+            raise RequestError(f"{name} is {config[name]}, but W_enc has the shape {shape}", name)
+    for name in ("scaling_factor", "finetuning_scaling_factor"):  # which some versions save without using it
+        if name in tensors and bool((tensors[name] == 1).all()):
+            del tensors[name]
     if spec["activation"] == "gated":
         tensors.pop("b_enc", None)
     return spec, tensors
@@ -274,46 +289,62 @@ def _saelens_spec(config: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError("a transcoder reads one point and writes another, so it cannot be a readout", "architecture")
     if architecture not in _SAELENS_ACTIVATIONS:
         raise RequestError(f"{architecture!r} is not one of {', '.join(_SAELENS_ACTIVATIONS)}", "architecture")
-    if training := [name for name in _SAELENS_TRAINING if name in config]:
-        message = "this is a training run's configuration: save the autoencoder for inference (`save_inference_model`)"
-        raise RequestError(message, training[0])
-    if config.get("finetuning_scaling_factor"):
-        raise RequestError("it is fine-tuned by a scaling factor, which is not supported", "finetuning_scaling_factor")
     if "hook_point" in about:
         message = "this configuration's version does not record whether the model's weights were changed for training"
         raise RequestError(f"{message}: load it with a current SAELens, and save it", "hook_point")
+    if unknown := sorted(config.keys() - {*_SAELENS_USED, *_SAELENS_IGNORED}):
+        message = "this setting is unknown; save a training run's autoencoder for inference (`save_inference_model`)"
+        raise RequestError(message, unknown[0])
+    if config.get("finetuning_scaling_factor"):
+        raise RequestError("it is fine-tuned by a scaling factor, which is not supported", "finetuning_scaling_factor")
+    if about.get("hook_head_index") is not None:
+        raise RequestError("it reads a single head, which is no row of a point", "hook_head_index")
+    if config.get("reshape_activations") not in (None, "none", "hook_z"):  # `hook_z`: all heads in one row, as here
+        raise RequestError(f"{config['reshape_activations']!r} is not supported", "reshape_activations")
     if folded := [name for name in _SAELENS_FOLDING if (about.get("model_from_pretrained_kwargs") or {}).get(name)]:
         message = f"it was trained on a model whose weights were changed by {folded[0]}: the served model's rows differ"
         raise RequestError(message, f"model_from_pretrained_kwargs.{folded[0]}")
-    return _saelens_fields(config, about, _SAELENS_ACTIVATIONS[architecture])
-
-
-def _saelens_fields(config: Mapping[str, Any], about: Mapping[str, Any], activation: str) -> dict[str, Any]:
-    arguments = config.get("activation_fn_kwargs") or {}
-    function = str(config.get("activation_fn") or config.get("activation_fn_str") or "relu")  # in versions before 6
-    if function not in ("relu", "topk"):
-        raise RequestError(f"the activation {function!r} is neither relu nor topk", "activation_fn")
-    if activation == "relu":
-        activation = function
-    normalization = config.get("normalize_activations") or "none"
-    if normalization == "expected_average_only_in":
-        normalization = "none"  # SAELens folds the factor into the weights when it saves
-    if normalization not in get_args(Normalization):
-        raise RequestError(f"normalize_activations {normalization!r} is not supported", "normalize_activations")
     spec: dict[str, Any] = {
         "kind": "sae",
-        "activation": activation,
+        **_saelens_activation(config, architecture),
         "apply_b_dec_to_input": bool(config.get("apply_b_dec_to_input", True)),
-        "normalize_activations": normalization,
+        "normalize_activations": _saelens_normalization(config),
     }
-    if activation == "topk":
-        spec["k"] = config.get("k", arguments.get("k"))
-        spec["rescale_acts_by_decoder_norm"] = bool(config.get("rescale_acts_by_decoder_norm", False))
     if about.get("model_name"):
         spec["model"] = about["model_name"]
     if about.get("hook_name"):
         spec["point"] = _point_of_hook(about["hook_name"])
     return spec
+
+
+def _saelens_activation(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The spec's fields of the activation: SAELens' `topk` also has a `k`."""
+    functions = _SAELENS_ACTIVATIONS[architecture]
+    function = config.get("activation_fn") or config.get("activation_fn_str") or next(iter(functions))
+    if function not in functions:
+        raise RequestError(f"{function!r} is not supported with the architecture {architecture}", "activation_fn")
+    fields: dict[str, Any] = {"activation": functions[function]}
+    arguments = config.get("activation_fn_kwargs") or {}
+    given = {f"activation_fn_kwargs.{name}": value for name, value in arguments.items()}
+    given |= {name: config[name] for name in ("k", "rescale_acts_by_decoder_norm") if config.get(name)}
+    if function == "topk":
+        fields["k"] = given.pop("k", given.pop("activation_fn_kwargs.k", None))
+        fields["rescale_acts_by_decoder_norm"] = bool(given.pop("rescale_acts_by_decoder_norm", False))
+    if given:
+        message = f"the activation {function} does not take this: remove it, or correct activation_fn"
+        raise RequestError(message, next(iter(given)))
+    return fields
+
+
+def _saelens_normalization(config: Mapping[str, Any]) -> str:
+    """The spec's `normalize_activations`; SAELens sets it to `none` when it folds a factor into the weights."""
+    normalization = config.get("normalize_activations") or "none"
+    if normalization in (True, "expected_average_only_in"):
+        message = "the factor of the rows is not in the file: fold it (`fold_activation_norm_scaling_factor`) and save"
+        raise RequestError(message, "normalize_activations")
+    if normalization not in get_args(Normalization):
+        raise RequestError(f"{normalization!r} is not supported", "normalize_activations")
+    return str(normalization)
 
 
 def _point_of_hook(hook: str) -> str:

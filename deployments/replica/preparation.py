@@ -195,7 +195,7 @@ class Preparation:
             prompt_logprobs=job.logprobs if job.echo else None,
             capture=capture,
             points=points,
-            continues=job.messages is None,
+            continues=job.messages is None or job.ending == "message",
             streamed=streamed,
             owner=job.account.owner,
         )

@@ -34,6 +34,7 @@ from deployments.replica.metrics import EngineMetrics, RequestMetrics
 if TYPE_CHECKING:  # Serve's controller and proxies also import this module, without torch
     from deployments.client_code.runner import CodeRunner
     from deployments.engine.engine import Engine
+    from deployments.engine.request import Event
 
 logger = logging.getLogger("ray.serve")
 EXIT_S = 5.0  # how long a replica whose engine has ended waits until its requests are answered
@@ -269,7 +270,7 @@ class ModelReplica:
             return
         loaded.set_result(engine)
         try:
-            engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
+            engine.run(lambda events: self._on_loop(self._deliver, events))
         except BaseException:  # any error of the engine's thread fails all requests and replaces the replica
             logger.exception("the engine has ended")
             if self._loop is None:  # no job has arrived yet
@@ -278,6 +279,13 @@ class ModelReplica:
             if _has_own_process():
                 self._exit()
             raise
+
+    def _deliver(self, events: list[Event]) -> None:
+        """Deliver one step's events; export at once that nothing runs, as the next health check is seconds away."""
+        self._delivery.deliver(events)
+        statistics = self._engine.statistics
+        if not statistics.running and not statistics.waiting:
+            self._metrics.update(statistics)
 
     def _fail_all(self) -> None:
         """Fail the jobs that arrived before the engine ended; runs on the event loop, so later jobs see the failure."""

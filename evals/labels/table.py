@@ -104,9 +104,15 @@ def as_number(text: str) -> int | float | None:
     return int(value) if value == int(value) else value
 
 
+def _is_exact(number: float | None) -> bool:
+    """Whether float64 holds a number exactly, so not that of a long id."""
+    return number is not None and abs(number) <= 2**53
+
+
 def _label(values: list[Any]) -> pa.Array:
-    if all(as_number(value) is not None for value in values if isinstance(value, str)):
-        values = [as_number(value) if isinstance(value, str) else value for value in values]
+    numbers = [as_number(value) if isinstance(value, str) else value for value in values]
+    if all(not isinstance(value, str) or _is_exact(number) for value, number in zip(values, numbers, strict=True)):
+        values = numbers
     if {value for value in values if isinstance(value, str)} <= GRADES.keys():
         values = [GRADES.get(value, value) if isinstance(value, str) else value for value in values]
     kinds = {type(value) for value in values if value is not None}

@@ -37,15 +37,15 @@ def test_nnsight_runs_at_a_server_that_the_client_started(started, monkeypatch):
 
 @pytest.mark.long
 def test_nnsight_generates_and_runs_sessions_there(started):
-    model = vitrine.nnsight_model(started)
+    model = vitrine.nnsight_model(started, rename={"model.layers": "blocks"})
     with model.generate("Ann has 3 boxes", max_new_tokens=2, remote=True) as tracer:
         tokens = tracer.result.save()
     with model.session(remote=True):
         with model.trace("Ann has"):
-            first = model.model.layers[1].output[0].save()
+            first = model.blocks[1].output[0].save()
         with model.trace("Ann has"):
-            model.model.layers[1].output[0][:] = first
-            again = model.model.layers[1].output[0].save()
+            model.blocks[1].output[0][:] = first
+            again = model.blocks[1].output[0].save()
     assert len(tokens[0]) == len(model.tokenizer("Ann has 3 boxes")["input_ids"]) + 2
     assert (first == again).all()
 

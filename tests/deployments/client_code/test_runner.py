@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import nnsight
+import psutil
 import pytest
 from nnsight import TransformersModel
 from nnsight.schema.request import RequestModel
@@ -19,6 +20,7 @@ from deployments.client_code import processes
 from deployments.client_code.board import Board
 from deployments.client_code.execution import JobModel
 from deployments.client_code.job import CodeJob, Limits, ModelKey
+from deployments.client_code.kernel import PR_SET_CHILD_SUBREAPER, call
 from deployments.client_code.runner import CodeRunner
 from deployments.demo_model import WEIGHTS
 from deployments.errors import RequestError
@@ -160,6 +162,24 @@ def test_a_job_whose_client_leaves_makes_room_at_once_running_or_waiting(runner,
         return await status(board, job)
 
     assert asyncio.run(outcome()) == "COMPLETED"
+
+
+def test_a_job_that_is_killed_leaves_no_process_to_the_first_one(runner, board, looping, eventually):
+    async def killed() -> None:
+        listener = await board.board.listen()
+        job = await sent(board, looping, listener)
+        running = asyncio.ensure_future(runner.run(job))
+        await begins(board, job)
+        await board.board.leave(listener)
+        await running
+
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1)  # processes without a parent come here, as else to process 1
+    try:
+        before = set(psutil.Process().children())
+        asyncio.run(killed())
+        eventually(lambda: set(psutil.Process().children()) <= before, limit_s=5)
+    finally:
+        call("prctl", PR_SET_CHILD_SUBREAPER, 0)
 
 
 def test_another_revision_and_the_repositorys_own_code_are_refused(runner, board):

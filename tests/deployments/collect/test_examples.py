@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.collect.examples import DataError, Example, Fields, check_tags, count, read
+from deployments.collect.examples import DataError, Example, Fields, count, read
 
 ROWS = [
     {"text": "A dog is a mammal.", "id": "a", "label": True, "group": "dog", "topic": "animals"},
@@ -60,9 +60,9 @@ def test_three_formats_hold_the_same_examples(tmp_path: Path, suffix: str) -> No
 
 def test_a_misspelt_tag_is_refused_with_the_fields_that_there_are(tmp_path: Path) -> None:
     path = written(tmp_path / "data.jsonl", [{"text": "a"}, {"text": "b", "topic": "animals"}])
-    check_tags(path, ["topic"])
+    read(path, Fields(tags=["topic"]))
     with pytest.raises(DataError, match="no row has the field 'topik'; there is text, topic"):
-        check_tags(path, ["topic", "topik"])
+        read(path, Fields(tags=["topic", "topik"]))
 
 
 def test_named_fields_become_the_label_and_the_group_and_others_keep_their_names() -> None:

@@ -49,7 +49,7 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
 
 def test_one_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     more = {"architecture": "standard", "activation_fn": "topk", "activation_fn_kwargs": {"k": 7}, "metadata": None}
-    more |= {"hook_name": "blocks.0.hook_mlp_out", "model_name": "gpt2"}
+    more |= {"hook_name": "blocks.0.hook_mlp_out", "model_name": "gpt2", "hook_layer": 0, "seqpos_slice": [None]}
     spec, _ = read_saelens(saved(tmp_path, "topk", **more))
     assert (spec["activation"], spec["k"], spec["point"]) == ("topk", 7, "layers.0.mlp.output")
 
@@ -69,7 +69,18 @@ def test_one_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         ),
         ({"metadata": {"hook_point": "blocks.3.hook_resid_pre"}}, "hook_point"),
         ({"activation_fn_str": "tanh-relu"}, "activation_fn"),
+        ({"activation_fn": "topk", "activation_fn_kwargs": {"k": 8}}, "activation_fn"),
+        ({"architecture": "standard", "activation_fn_kwargs": {"k": 8}}, "activation_fn_kwargs.k"),
+        ({"architecture": "topk", "activation_fn_kwargs": {"k": 8, "dim": 0}}, "activation_fn_kwargs.dim"),
+        ({"k": 8}, "k"),
+        ({"rescale_acts_by_decoder_norm": True}, "rescale_acts_by_decoder_norm"),
+        ({"normalize_activations": "expected_average_only_in"}, "normalize_activations"),
+        ({"normalize_activations": "covariance_whitening"}, "normalize_activations"),
+        ({"reshape_activations": "other"}, "reshape_activations"),
+        ({"metadata": {"hook_name": "blocks.3.attn.hook_z", "hook_head_index": 2}}, "hook_head_index"),
+        ({"residual_threshold": 0.01}, "residual_threshold"),
         ({"d_in": 9}, "d_in"),
+        ({"d_sae": 9}, "d_sae"),
     ],
 )
 def test_what_can_be_no_readout_is_refused_by_name(tmp_path: Path, config: dict[str, Any], field: str) -> None:

@@ -78,6 +78,13 @@ def test_a_stop_string_that_is_a_special_token_ends_an_answer(replica):
     assert (end.finish_reason, end.completion_tokens) == ("stop", 1)
 
 
+def test_it_exports_that_nothing_runs_any_more_before_the_next_health_check(replica, monkeypatch):
+    exported = set()
+    monkeypatch.setattr(replica._metrics, "update", lambda now: exported.add((now.running, now.waiting)))
+    asyncio.run(replica.complete(job()))
+    assert exported == {(0, 0)}
+
+
 def test_a_dead_engine_fails_the_health_check_and_who_waits_is_told(replica):
     def broken():
         raise AssertionError("a broken invariant")

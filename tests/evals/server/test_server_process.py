@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.server
 
 
-class HookSite(NamedTuple):
+class Site(NamedTuple):
     """Where a server of its own stands, and the environment of commands that start or use it."""
 
     base_url: str
@@ -62,7 +62,7 @@ class HookSite(NamedTuple):
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`refusal(place, name, *options)`: why a run that asks for `--serve` has no server; in this process."""
 
-    def refused(where: HookSite, name: str, *options: str) -> str:
+    def refused(where: Site, name: str, *options: str) -> str:
         for variable in ("VITRINE_HOME", "RAY_ADDRESS", "PYTHONPATH", "HF_HUB_OFFLINE"):
             monkeypatch.setenv(variable, where.env[variable])
         assert main([*where.arguments(name), *SHORT, *options]) == 2
@@ -71,7 +71,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return refused
 
 
-def place(directory: Path) -> HookSite:
+def place(directory: Path) -> Site:
     inherited = ("RAY_ADDRESS", "OPENAI_API_KEY")
     env = {name: value for name, value in os.environ.items() if name not in inherited}
     env |= {
@@ -81,14 +81,14 @@ def place(directory: Path) -> HookSite:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
     }
-    return HookSite(f"http://127.0.0.1:{free_port()}/v1", env, directory)
+    return Site(f"http://127.0.0.1:{free_port()}/v1", env, directory)
 
 
 SHORT = ["--samples", "2", "--max-tokens", "16", "--mode", "no-tools"]
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HookSite]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A server that `--keep-running` left."""
     where = place(tmp_path_factory.mktemp("kept"))
     done = where.run("first", "--keep-running", *SHORT)
@@ -103,7 +103,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HookSite]:
 
 
 @pytest.mark.long
-def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: HookSite) -> None:
+def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: Site) -> None:
     before = kept.process
     done = kept.run("second", *SHORT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -121,7 +121,7 @@ def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: HookSite) -> No
     ],
 )
 def test_a_server_with_other_options_is_not_used(
-    kept: HookSite, refusal: Callable[..., str], options: list[str], given: str
+    kept: Site, refusal: Callable[..., str], options: list[str], given: str
 ) -> None:
     told = refusal(kept, "third", *options)
     assert f"was started with other options: {given}; stop it: kill {kept.process.pid}" in told
@@ -129,7 +129,7 @@ def test_a_server_with_other_options_is_not_used(
 
 @pytest.mark.long
 def test_a_server_of_another_version_is_not_used(
-    kept: HookSite, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    kept: Site, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evals.server.server_process.__version__", "9.9")
     assert f"other options: version is '{__version__}'; stop it" in refusal(kept, "fourth")

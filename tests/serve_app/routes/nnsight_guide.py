@@ -34,6 +34,25 @@ def whole_output(model, remote):
     return out.logits
 
 
+def recorded_states(model, remote):
+    eager = made(model, attn_implementation="eager")
+    with eager.trace(PROMPT, output_hidden_states=True, output_attentions=True, remote=remote):
+        out = eager.output.save()
+    asked = {"output_hidden_states": True, "return_dict_in_generate": True}
+    with model.generate(PROMPT, max_new_tokens=2, do_sample=False, **asked, remote=remote) as tracer:
+        result = tracer.result.save()
+    assert len(out.attentions) == model.config.num_hidden_layers
+    return out.hidden_states, out.attentions, result.hidden_states
+
+
+def a_dict_of_the_script(model, remote):
+    kept = {}
+    with model.trace(PROMPT, remote=remote):
+        kept["early"] = model.model.layers[1].output
+        nnsight.save(kept)
+    return kept
+
+
 def edited_in_place(model, remote):
     with model.trace(PROMPT, remote=remote):
         before = model.model.layers[1].output.clone().save()

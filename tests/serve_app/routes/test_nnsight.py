@@ -316,6 +316,19 @@ def test_a_failure_is_told_with_its_causes_whatever_it_says(run):
     assert "execution.py" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("setup", "line", "said"),
+    [
+        ("class Own: pass", "kept = nnsight.save(Own())", "the saved value 'kept' cannot be sent back"),
+        ("class Own: found = {}\nown = Own()\nown.found = {}", "nnsight.save(own.found)", "own.found is saved, but"),
+    ],
+)
+def test_a_value_that_cannot_come_back_is_named_with_its_line(run, setup, line, said):
+    done = run("x = 1", line, "pass", setup=setup)
+    assert said in done.stderr.splitlines()[-1]
+    assert f'client0.py", line {12 + setup.count(chr(10))}: {line}' in done.stderr.splitlines()[-1]
+
+
 def test_printing_without_end_is_cut(run):
     done = run("for i in range(100_000): print('line', i)", "value = nnsight.save(1)", "print(value)")
     assert "output limit reached" in done.stdout
