@@ -165,19 +165,20 @@ def test_a_job_whose_client_leaves_makes_room_at_once_running_or_waiting(runner,
 
 
 def test_a_job_that_is_killed_leaves_no_process_to_the_first_one(runner, board, looping, eventually):
-    async def killed() -> None:
+    async def killed() -> list[int]:
         listener = await board.board.listen()
         job = await sent(board, looping, listener)
         running = asyncio.ensure_future(runner.run(job))
         await begins(board, job)
+        processes = psutil.Process(runner._processes._host._process.pid).children(recursive=True)
         await board.board.leave(listener)
         await running
+        return [process.pid for process in processes]
 
     call("prctl", PR_SET_CHILD_SUBREAPER, 1)  # processes without a parent come here, as else to process 1
     try:
-        before = set(psutil.Process().children())
-        asyncio.run(killed())
-        eventually(lambda: set(psutil.Process().children()) <= before, limit_s=5)
+        pids = asyncio.run(killed())
+        eventually(lambda: not any(map(psutil.pid_exists, pids)), limit_s=5)
     finally:
         call("prctl", PR_SET_CHILD_SUBREAPER, 0)
 
