@@ -305,6 +305,21 @@ def test_hermes_form_describes_tools_and_calls_in_plain_messages(plain):
     assert results == "user:<tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
 
 
+def test_hermes_form_needs_neither_a_system_message_nor_two_messages_of_the_user_in_a_row(plain, monkeypatch):
+    strict = (
+        "{% for message in messages %}{% if message.role != ['user', 'assistant'][loop.index0 % 2] %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}@{{ message.content }}{% endfor %}"
+    )
+    monkeypatch.setattr(plain.tokenizer, "chat_template", strict)
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    talk = [QUESTION, called, {"role": "tool", "content": "sunny"}, {"role": "user", "content": "And now?"}]
+    chat = ChatFormat(plain.tokenizer, plain.hf).calling("hermes")
+    question, _, result = chat.render(talk, TOOLS).split("@")[1:]
+    assert question.startswith("# Tools")
+    assert question.endswith(f"\n\n{QUESTION['content']}")
+    assert result == "<tool_response>\nsunny\n</tool_response>\nAnd now?"
+
+
 def test_hermes_form_is_read_and_can_be_required(plain):
     chat = ChatFormat(plain.tokenizer, plain.hf)
     hermes = chat.calling("hermes")

@@ -14,7 +14,7 @@ from recorded import record, says
 
 from deployments.activations import read_run
 from evals.labels.__main__ import main, summary
-from evals.labels.table import labelled
+from evals.labels.table import labelled, tabled
 from evals.results.results import read_samples
 
 SESSION = "evaluated"
@@ -210,3 +210,11 @@ def test_what_gives_no_labels_is_said_in_one_line(
     assert said.startswith("evals.labels: ")
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_texts_that_are_numbers_are_labels_as_numbers_and_long_ids_stay_texts() -> None:
+    rows = [{"score": "1", "id": "1234567890123456789", "size": "1e30"}, {"score": "0.5", "id": "7", "size": "2"}]
+    table = tabled(rows, {}, {})
+    assert table.column("score").to_pylist() == [1.0, 0.5]
+    assert table.column("id").to_pylist() == [row["id"] for row in rows]
+    assert table.column("size").to_pylist() == [row["size"] for row in rows]
