@@ -82,5 +82,5 @@ async def health(backend: AppBackend) -> Response:
 
 @server.get("/metrics", response_class=Response, responses=examples.METRICS)
 async def metrics(backend: AppBackend) -> Response:
-    """Return the metrics of Vitrine and of Serve, of all nodes, as Prometheus text; it is read at most once a second."""
+    """Return the metrics of Vitrine and of Serve, of all nodes, as Prometheus text, read at most once a second."""
     return PlainTextResponse(await backend.metrics.text())
