@@ -123,7 +123,8 @@ def _recover_file(path: Path) -> None:
             if runs:
                 batches = (batch for run in runs for batch in run.batches)
                 rewrite(path, runs[0].batches[0].schema, batches, path.parents[2])
-                logger.warning("%s was sealed after its last whole run, at byte %d of %d", path, end, size)
+                if end < size:  # else its writer ended without sealing it, and nothing is lost
+                    logger.warning("%s was sealed after its last whole run, at byte %d of %d", path, end, size)
             else:
                 os.unlink(path.name, dir_fd=folder)
                 os.fsync(folder)
