@@ -55,26 +55,34 @@ def build_app(options: Options | dict[str, Any]) -> Application:
         checked = options if isinstance(options, Options) else _checked(options)
         starting = _will_start_ray()
         if starting:
-            http = HTTPOptions()  # those that `serve run` takes
-            check_free(http.host or "127.0.0.1", http.port, checked)
             _schedule_as_batch_work()
         if starting and checked.model != NO_MODEL:
             place = located(checked.model, checked.models_dir)
             if isinstance(place, str) and "/" not in place:
                 local = ", ".join([DEMO, *sorted(path.name for path in Path(checked.models_dir).glob("*/"))])
                 click.echo(f"no local model {place} (local: {local}); trying the hub", err=True)
-        if click.get_current_context(silent=True):
+        app = _composed(checked)
+        if starting:
+            http = HTTPOptions()  # those that `serve run` takes
+            check_free(http.host or "127.0.0.1", http.port, checked)
+        if _serve_run():
             drain_on_sigterm(checked.request_timeout_s)
-        return _composed(checked)
+        return app
     except (ValueError, OSError, LoadError, StoreError) as error:
         if click.get_current_context(silent=True):
             raise UserMistake(error.message if isinstance(error, LoadError) else str(error)) from None
         raise
 
 
+def _serve_run() -> click.Context | None:
+    """The context of `serve run`, if this is it; `serve build` starts nothing."""
+    context = click.get_current_context(silent=True)
+    return context if context and context.info_name == "run" else None
+
+
 def _will_start_ray() -> bool:
     """Whether this is `serve run` on a machine where Ray does not run yet."""
-    context = click.get_current_context(silent=True)
+    context = _serve_run()
     return context is not None and not context.params.get("address") and read_ray_address() is None
 
 

@@ -265,7 +265,7 @@ def test_both_answers_of_steering_are_coloured_by_a_readout_of_each(opened, serv
     expect(page.get_by_text("Reading the values")).to_be_hidden()
     expect(page.locator("request-code strong", has_text="The colour of")).to_have_count(2)
     (again,) = (one for one in requests if "interventions" in one)  # the steered answer once more, with its change
-    assert again["interventions"][0]["tokens"] == {"from": 1, "to": len(again["prompt"])}
+    assert again["interventions"][0]["tokens"] == {"from": 1}
     body = again | {"readouts": [{"name": "page-probe", "tokens": again["readouts"][0]["tokens"]}]}
     answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["readouts"]["page-probe"]["prompt"]["values"][0][0] == pytest.approx(value, rel=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 import ray
@@ -115,7 +116,7 @@ def test_a_store_started_again_knows_runs_pins_and_limits(store, open_store, los
 def test_a_second_server_on_a_directory_is_refused_until_the_first_has_ended(open_store, monkeypatch):
     monkeypatch.setattr(recovery, "_ENDING_S", 0.0)
     first = open_store()
-    with pytest.raises(StoreError, match="Another server uses the activation store at .*another activations_dir"):
+    with pytest.raises(StoreError, match=rf"Another server .process {os.getpid()} .* uses .*another activations_dir"):
         open_store()
     first.close()
     open_store()
