@@ -14,6 +14,7 @@ from types import FrameType
 import psutil
 from ray import serve
 from ray._private import worker  # the only way to replace the signal handler that `ray.init` installs in `serve run`
+from ray.serve.schema import ApplicationStatus
 
 from deployments.activations.writer.recovery import open_directory
 from deployments.options import Options
@@ -57,17 +58,16 @@ def _listening(port: int) -> str:
 def drain(app: str | None, grace_s: float) -> None:
     """Remove an application and its models from Serve, after the requests that run; None for all applications.
 
-    New requests are rejected at once. After `grace_s` seconds this returns with what is left still running.
+    New requests are rejected at once. After `grace_s` seconds this returns with what is left still running. It does not
+    wait for models that are being loaded.
     """
-
-    def left() -> list[str]:
-        names = serve.status().applications
-        return [name for name in names if app is None or name == app or name.startswith(f"{app}.models.")]
-
-    for name in left():
-        serve.delete(name, _blocking=False)
-    end = time.monotonic() + grace_s
-    while left() and time.monotonic() < end:
+    running, end = set(), time.monotonic() + grace_s
+    for name, application in serve.status().applications.items():
+        if app is None or name == app or name.startswith(f"{app}.models."):
+            serve.delete(name, _blocking=False)
+            if application.status == ApplicationStatus.RUNNING:
+                running.add(name)
+    while running & serve.status().applications.keys() and time.monotonic() < end:
         time.sleep(LOOK_S)
 
 

@@ -118,22 +118,19 @@ class ChatFormat:
     @functools.cached_property
     def _takes_system(self) -> bool:
         """Whether the template shows a system message; some raise an error instead (Gemma 2's), or leave it out."""
-        messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "a"}]
-        with contextlib.suppress(*TEMPLATE_ERRORS):
-            return PROBE in str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        return False
+        return self._shows({"role": "system", "content": PROBE}, {"role": "user", "content": "a"})
 
     @functools.cached_property
     def _needs_parts(self) -> bool:
         """Whether the template shows texts in lists of parts only; most such templates leave a string out silently."""
+        parts = [{"type": "text", "text": PROBE}]
+        return not self._shows({"role": "user", "content": PROBE}) and self._shows({"role": "user", "content": parts})
 
-        def shows(content: Any) -> bool:
-            with contextlib.suppress(*TEMPLATE_ERRORS):
-                message = {"role": "user", "content": content}
-                return PROBE in str(self._tokenizer.apply_chat_template([message], tokenize=False))
-            return False
-
-        return not shows(PROBE) and shows([{"type": "text", "text": PROBE}])
+    def _shows(self, *messages: dict[str, Any]) -> bool:
+        """Whether the template shows `PROBE`, a text of these messages."""
+        with contextlib.suppress(*TEMPLATE_ERRORS):
+            return PROBE in str(self._tokenizer.apply_chat_template([*messages], tokenize=False))
+        return False
 
     def tokenize(self, prompt: str) -> list[int]:
         """The token ids of a rendered prompt, which already contains its special tokens."""

@@ -67,9 +67,9 @@ export const empty = (...text) => h("p", { class: "empty" }, ...text);
  * The details beside a view: `{ element, show(...parts) }`; without parts, the hint is shown. A narrow window shows them
  * as a sheet at its bottom, which Escape and a button close.
  */
-export function detailPane(label, hint) {
+export function detailPane(label, hint, onclose = () => {}) {
   const shown = h("div");
-  const close = button("Close", () => (show(), goTo(before), element.dispatchEvent(new Event("close"))), { class: "close" });
+  const close = button("Close", () => (show(), goTo(before), onclose()), { class: "close" });
   const element = h("aside", { "aria-label": label }, close, shown);
   let before = null; // what had the focus
   function show(...parts) {

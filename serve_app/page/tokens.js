@@ -213,11 +213,8 @@ export function entropy(token) {
 }
 
 /** The details of a strip's token, beside the strip. */
-export function tokenPane() {
-  const pane = detailPane("Token", "Point at a token, or go there with the arrow keys. A click or Enter pins it.");
-  pane.element.addEventListener("close", () => document.querySelectorAll("token-strip").forEach((strip) => strip.pinned >= 0 && strip.pin(-1)));
-  return pane;
-}
+const unpin = () => document.querySelectorAll("token-strip").forEach((strip) => strip.pinned >= 0 && strip.pin(-1));
+export const tokenPane = () => detailPane("Token", "Point at a token, or go there with the arrow keys. A click or Enter pins it.", unpin);
 
 /** What that shows of a token: nothing if there is none. */
 export function details(token, index, scores = []) {

@@ -88,8 +88,8 @@ class CollectMethods(GenerateMethods, LoadMethods):
         fields = {"model": self.model, "max_tokens": max_tokens, "temperature": 0}
         same = [fields, capture | {"points": [*map(canonical, points)]}]
         names = [_name([*same, place, prompts[place], own]) for place, own in enumerate(named)]
-        earlier = [run async for run in listed(self, {"session": session})] if session else []
-        stored = {run["tags"].get(COLLECTED): run["run_id"] for run in earlier}
+        query = {"session": session}
+        stored = {run["tags"].get(COLLECTED): run["run_id"] async for run in listed(self, query)} if session else {}
         session = fields["session_id"] = session or new_session("collect")
 
         async def send(group: list[int]) -> dict[int, str]:
