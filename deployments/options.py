@@ -109,6 +109,8 @@ class Options(BaseModel):
         threads: torch threads of each replica; by default the machine's cores divided by `num_replicas`.
         batch_invariant: Give each sequence the same bits (tokens, logprobs, activations) whatever shares its forward
             passes, on the same machine. On CPUs, in float32 and bfloat16; prompts run more slowly.
+        cuda_graphs: Whether a GPU replays decode steps as CUDA graphs, where a step can be captured as one (`auto`), or
+            runs every operation by itself (`off`).
         max_running: The most sequences of a replica that share a forward pass.
         max_queued: The most further sequences that wait in a replica's queue; more get 429.
         prefill_tokens: The most prompt tokens of one forward pass; at most a fifth of it while streams decode. A
@@ -177,6 +179,7 @@ class Options(BaseModel):
     num_gpus: float | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
     batch_invariant: bool = False
+    cuda_graphs: Literal["auto", "off"] = "auto"
     max_running: int = Field(default=64, ge=1)
     max_queued: int = Field(default=1024, ge=0)
     prefill_tokens: int | None = Field(default=None, ge=1)

@@ -3,7 +3,8 @@
 server.txt: what the extra serve needs besides torch; dev.txt: what tests and tools need. Every file of a version is
 there by its hash, for Linux and macOS: `pip install --no-deps --require-hashes -r locks/server.txt -r locks/torch.txt`.
 gguf.txt: the extra gguf, besides what the server needs.
-torch.txt: the package index's torch and, for Linux, its CUDA libraries, which constraints.txt does not name.
+torch.txt: the package index's torch and, for Linux, its CUDA libraries, which constraints.txt does not name. Of them
+tests need Triton with a torch for CPUs, too, so that it is in dev.txt as well.
 torch-cpu.txt: a build for CPUs alone, which needs none of them and is not on the index: written by hand. Between two
 builds of one version pip takes the one whose hash the index says, hence files of their own.
 clients.txt: tests/serve_clients/requirements.txt.
@@ -40,7 +41,8 @@ def main() -> None:
     torch |= {pin for pin in server if pin.startswith("torch==")}
     write("server.txt", {pin: lines for pin, lines in server.items() if pin not in unknown | torch})
     write("torch.txt", {pin: lines for pin, lines in server.items() if pin in torch})
-    write("dev.txt", {pin: lines for pin, lines in both.items() if pin not in server and pin not in unknown})
+    dev = both.keys() - server.keys() - unknown | {pin for pin in unknown if pin.startswith("triton==")}
+    write("dev.txt", {pin: lines for pin, lines in both.items() if pin in dev})
     write("gguf.txt", {pin: lines for pin, lines in gguf.items() if pin not in server})
     write("clients.txt", compiled("tests/serve_clients/requirements.txt", "--no-deps", constrained=False))
 

@@ -35,6 +35,7 @@ def test_the_locks_have_the_versions_of_the_constraints():
     constraints = pinned(ROOT / "constraints.txt")
     server, dev, torch = map(locked, ("server", "dev", "torch"))
     libraries = torch.keys() - {"torch"}
+    assert dev.pop("triton") == torch["triton"]
     assert server | dev | {"torch": torch["torch"]} == constraints
     assert not server.keys() & dev.keys()
     assert not libraries & constraints.keys()

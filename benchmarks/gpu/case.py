@@ -25,6 +25,7 @@ from deployments.points.capture import Capture
 
 WORDS = 4096  # token ids with a word: only these are likely
 LIKELY = 8.0  # factor of these tokens' rows in the head: few tokens have nearly the same logit, and others none
+FIRST_STEPS = 6  # decode steps that are not measured: in one of them a CUDA graph is captured
 PREFILL_TOKENS = 16384  # while decoding is measured: few steps then run prompts beside it
 SERVED_CAPTURE_BYTES = 192 << 20  # the server's default
 Found = Iterator[tuple[str, Any]]  # a section's findings with their names
@@ -67,7 +68,7 @@ class Plan:
     @property
     def steps(self) -> int:
         """Decode steps that are measured."""
-        return 4 if self.tiny else 12
+        return 4 if self.tiny else 24
 
 
 class Case:
@@ -128,11 +129,11 @@ class Case:
         return Engine(self.model, max_running=rows, kv_fraction=0.6, **options)
 
     def decode(self, requests: Sequence[Request]) -> float:
-        """Tokens per second from the step in which all requests decode until the first one ends."""
+        """Tokens per second from `FIRST_STEPS` after the step in which all requests decode until the first one ends."""
         engine = self.engine(len(requests), prefill_tokens=PREFILL_TOKENS)
         for request in requests:
             engine.submit(request)
-        began, first, ended = None, 0, 0
+        began, first, ended, decodes = None, 0, 0, 0
         while ended < len(requests):
             tokens = engine.statistics.tokens
             for event in engine.step(wait=True):
@@ -141,14 +142,15 @@ class Case:
                     assert began is not None, "a request ended before all of them decoded"
                     found = (engine.statistics.tokens - first) / (time.perf_counter() - began)
                 ended += isinstance(event, Finished)
-            if began is None and engine.statistics.tokens - tokens == len(requests):
+            decodes += engine.statistics.tokens - tokens == len(requests)
+            if began is None and decodes == FIRST_STEPS:
                 synchronize(self.device)
                 began, first = time.perf_counter(), engine.statistics.tokens
         return found
 
     def new_tokens(self, rows: int, lengths: tuple[int, int]) -> int:
         """How many tokens requests generate so that all decode together for the steps that are measured."""
-        return self.plan.steps + 4 + rows * lengths[1] // PREFILL_TOKENS
+        return self.plan.steps + FIRST_STEPS + 4 + rows * lengths[1] // PREFILL_TOKENS
 
     def total(self, requests: Sequence[Request], **options: Any) -> float:
         """Seconds from the first step until all requests have ended and their rows are on the host."""

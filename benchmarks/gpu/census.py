@@ -32,7 +32,7 @@ def _of(case: Case, options: dict[str, Any]) -> dict[str, Any]:
     engine = case.engine(rows)
     for request in case.requests(rows, lengths, 64, **options):
         engine.submit(request)
-    while engine.statistics.tokens < 4 * rows:  # prompts have run, and libraries are warm
+    while engine.statistics.tokens < 8 * rows:  # prompts have run, libraries are warm, and a graph is captured
         engine.step()
     counted = _Operations()
     with counted:
@@ -90,6 +90,7 @@ def _launches(engine: Engine) -> dict[str, Any]:
     kernels.sort(key=lambda one: -one.self_device_time_total)
     return {
         "launches": sum(one.count for one in events if "LaunchKernel" in one.key),
+        "graphs": sum(one.count for one in events if "GraphLaunch" in one.key),
         "copies": sum(one.count for one in events if one.key == "cudaMemcpyAsync"),
         "kernels, ms": sum(one.self_device_time_total for one in kernels) / 1e3,
         "longest kernels, ms": {one.key[:80]: [one.count, one.self_device_time_total / 1e3] for one in kernels[:15]},

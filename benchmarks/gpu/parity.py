@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.case import Case, Found, Plan
 from deployments.engine import sequence
 from deployments.engine.request import Request
-from deployments.model.kv_cache import PAGE
+from deployments.model.batch import PAGE
 
 LENGTHS = (5, 17, 64, 130, 301)  # of prompts
 NEW, TOP = 32, 5

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partialmethod
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from torch.nn import functional
-
 from benchmarks.gpu.case import SERVED_CAPTURE_BYTES, Case, Found, Plan
 from benchmarks.gpu.machine import bandwidth
 from benchmarks.ways import Work, generate_batch
+from deployments.engine.engine import Engine
+from deployments.engine.output_processor import OutputProcessor
 from deployments.engine.request import Sampling
-from deployments.model import attention, tables
+from deployments.model.attention import flash, triton_decode
 from deployments.model.fast_layers import Switch
 
 SAMPLED: dict[str, Any] = {"sampling": Sampling(temperature=0.8, top_p=0.9, seed=0), "logprobs": 5}
@@ -131,30 +131,18 @@ def batching(plan: Plan) -> Found:
 # ---- variants: what the engine does now, undone
 
 
-def _repeated(query: Any, keys: Any, values: Any, mask: Any, softmax: Any) -> torch.Tensor:
-    group = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    added = None if mask is None else mask.added(query.dtype)
-    return functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=added, is_causal=mask is None, scale=softmax.scaling
-    )
-
-
 VARIANTS: dict[str, Callable[[], Any]] = {
-    "tables-per-layer": lambda: patch.object(attention, "tables_of", tables.Tables),
-    "repeated-heads": lambda: patch.object(attention, "_products", _repeated),
-    "one-prompt-a-call": lambda: patch.object(attention, "_fits_flash", lambda *_: False),
+    "no-graphs": lambda: patch.object(Engine, "__init__", partialmethod(Engine.__init__, cuda_graphs=False)),
+    "not-ahead": lambda: patch.object(OutputProcessor, "may_run_ahead", lambda _: False),
+    "decode-by-torch": lambda: patch.object(triton_decode, "takes", lambda *_: False),
+    "one-prompt-a-call": lambda: patch.object(flash, "takes", lambda *_: False),
     "own-norms": lambda: patch.object(Switch, "turned_on", lambda _: nullcontext()),
 }
 
 
 def variants(plan: Plan) -> Found:
-    """Decoding and prompts with one improvement undone, between two turns of the engine as it is.
-
-    On a CPU, attention also runs by torch's operations, which they are about.
-    """
+    """Decoding and prompts with one improvement undone, between two turns of the engine as it is."""
     case = Case(plan)
-    vars(attention)["attention_kernel"] = lambda _: None
     rows, lengths = plan.rows[1], plan.contexts["mixed"]
     count, length = plan.prompts[1]
     for name in ("as it is", *VARIANTS, "as it is, again"):

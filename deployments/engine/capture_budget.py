@@ -16,20 +16,13 @@ class CaptureBudget:
     request that holds more than its share is paused until some of its rows are stored. A slow disk therefore slows
     only the requests that record. Requests for the last rows keep these until the end; half of the budget is
     reserved for them, and a request that does not fit into it waits.
-
-    Attributes:
-        bytes: Bytes that are released and not stored yet.
     """
 
     def __init__(self, budget: int | None) -> None:
-        """Initialize the budget, all of it unused.
-
-        Args:
-            budget: Bytes of host memory; None to keep all rows of a request until its end.
-        """
+        """Initialize with unused bytes of host memory; None to keep all rows of a request until its end."""
         self.budget = budget
+        self.bytes = 0  # released and not stored yet
         self._unwritten: Counter[str] = Counter()  # request id -> bytes, ended requests included
-        self.bytes = 0
 
     def left(self, seqs: Iterable[Sequence]) -> int | None:
         """The bytes left beside those gathered by these sequences and those not stored yet; None for no limit."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Literal, NamedTuple
 
 import torch
 
-from deployments.places.hook_site import Point
+from deployments.places.hook_site import HookSite, Point
 from deployments.points.token_choices import Tokens as Tokens
 from deployments.readouts.gates import Gate
 from deployments.readouts.values import Readout
@@ -39,68 +43,35 @@ class _ByPosition:
     def values(self) -> list[float]:
         """The number of each row, in the order of positions."""
         first = dict[int, float]()
-        if self._parts:
-            numbers = torch.cat(self._parts).tolist()
-            for position, number in zip(self._positions, numbers, strict=True):
-                first.setdefault(position, number)
+        numbers = torch.cat(self._parts).tolist() if self._parts else []
+        for position, number in zip(self._positions, numbers, strict=True):
+            first.setdefault(position, number)
         return list(first.values())
 
 
 class Norms(_ByPosition):
-    """The norms of the rows that an edit in units of the norm has changed.
-
-    Attributes:
-        field: The edit's field in the request.
-    """
-
-    def __init__(self, field: str) -> None:
-        super().__init__()
-        self.field = field
+    """The norms of the rows that an edit in units of the norm has changed."""
 
     @property
-    def median(self) -> float | None:
-        """Their median, the lower of two; None without rows."""
-        made = self._made
-        return median_low(made) if made else None
-
-    @property
-    def outliers(self) -> int:
-        """How many are far above the median."""
-        made = self._made
-        least = OUTLIER * median_low(made) if made else math.inf
-        return sum(norm >= least > 0 for norm in made)
-
-    @property
-    def _made(self) -> list[float]:
-        return [norm for norm in self.values if not math.isnan(norm)]
-
-
-class Changed(NamedTuple):
-    """The effect of an edit.
-
-    Attributes:
-        rows: The number of changed rows.
-        kept: The number of rows that its gate left unchanged.
-        mean: The mean norm of the changes, each relative to its row's norm; None without changes.
-        largest: The largest such norm; None without changes.
-    """
-
-    rows: int
-    kept: int
-    mean: float | None
-    largest: float | None
+    def summary(self) -> tuple[float, int] | None:
+        """Their median, the lower of two, and the number of those far above it; None without rows."""
+        norms = [norm for norm in self.values if not math.isnan(norm)]
+        if not norms:
+            return None
+        median = median_low(norms)
+        return median, sum(norm >= OUTLIER * median > 0 for norm in norms)
 
 
 class Report(_ByPosition):
     """The norm of each row's change, relative to the row's norm."""
 
     @property
-    def changed(self) -> Changed:
-        """The effect so far."""
+    def summary(self) -> tuple[int, int, float | None, float | None]:
+        """The number of changed rows and of those that the gate left unchanged; mean and largest change, if any."""
         values = self.values
-        made = [change for change in values if not math.isnan(change)]
-        mean = sum(made) / len(made) if made else None
-        return Changed(len(made), len(values) - len(made), mean, max(made, default=None))
+        changes = [change for change in values if not math.isnan(change)]
+        mean = sum(changes) / len(changes) if changes else None
+        return len(changes), len(values) - len(changes), mean, max(changes, default=None)
 
 
 class FeatureChange(NamedTuple):
@@ -148,16 +119,6 @@ class Edit:
     report: Report | None = None
 
     @property
-    def is_watched(self) -> bool:
-        """Whether it tracks which rows it changes."""
-        return self.gate is not None or self.report is not None
-
-    @property
-    def names_rows(self) -> bool:
-        """Whether it needs the positions of its rows."""
-        return self.is_watched or self.norms is not None
-
-    @property
     def per_token(self) -> bool:
         """Whether its vector differs between tokens."""
         return self.vector is not None and self.vector.ndim > len(self.point.shape)
@@ -171,3 +132,68 @@ class Edit:
             vector = self.vector[first : first + len(positions)]
         heads = len(self.heads) if self.heads else math.prod(self.point.shape[:-1])
         return vector.reshape(len(vector), -1, vector.shape[-1]).expand(-1, heads, -1)
+
+
+class EditKey(NamedTuple):
+    """The properties that edits of a place must share to be applied at once."""
+
+    turn: int  # index among a sequence's edits at the place
+    kind: Kind
+    shape: tuple[int, ...]
+    heads: Index
+    features: Index
+    change: FeatureChange | None
+    reports: bool
+
+
+Slot = tuple[HookSite, EditKey]
+Signature = frozenset[Slot]
+
+
+def with_slots(edits: Sequence[Edit]) -> Iterator[tuple[Slot, Edit]]:
+    """Each of a sequence's edits, with its place and its key."""
+    turns: Counter[HookSite] = Counter()
+    for edit in edits:
+        place, reports = edit.point.place, edit.report is not None
+        key = EditKey(turns[place], edit.kind, edit.point.shape, edit.heads, edit.features, edit.change, reports)
+        turns[place] += 1
+        yield (place, key), edit
+
+
+_NUMBERS = itertools.count()
+
+
+class ActingEdits(NamedTuple):
+    """The edits of a sequence that act on its tokens from `start` to before `stop`."""
+
+    start: int
+    stop: int
+    edits: Sequence[tuple[Slot, Edit]]  # in their order
+    positioned: Sequence[tuple[Slot, Edit]]  # those whose vector differs between tokens, or that collect numbers
+    signature: Signature | None  # None if one of them has a gate or changes a feature of an autoencoder
+    number: int  # no other object has it
+
+    @classmethod
+    def at(cls, position: int, edits: Sequence[Edit]) -> ActingEdits:
+        """Those that act on the token at a position, and for how many tokens they stay the same."""
+        stop = min((_next_bound(edit.tokens, position) for edit in edits), default=sys.maxsize)
+        acting = [(slot, edit) for slot, edit in with_slots(edits) if edit.tokens.within(position, position + 1)]
+        positioned = [(slot, edit) for slot, edit in acting if edit.per_token or edit.gate or edit.report or edit.norms]
+        is_static = not any(edit.gate or edit.kind == "feature" for _, edit in acting)
+        slots = frozenset(slot for slot, _ in acting) if is_static else None
+        return cls(position, stop, acting, positioned, union(frozenset([slots])), next(_NUMBERS))
+
+
+def _next_bound(tokens: Tokens, position: int) -> int:
+    """A position up to which the tokens are chosen, or not, as the one at this position is."""
+    last = sys.maxsize if tokens.stop is None else tokens.stop
+    if tokens.few is not None and position < last:
+        return position + 1
+    return next((bound for bound in (tokens.first, last) if bound > position), sys.maxsize)
+
+
+@functools.lru_cache(maxsize=256)
+def union(signatures: frozenset[Signature | None]) -> Signature | None:
+    """All slots, or None if there is a None. Equal results are one object, which is found by its identity."""
+    known = [slots for slots in signatures if slots is not None]
+    return frozenset[Slot]().union(*known) if len(known) == len(signatures) else None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from deployments.model.batch import PAGE, Batch, SequenceKv, TokenSpan
 from deployments.model.device_memory import Reservation, unreserved_bytes
-from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
+from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model
 
 NO_PAGE = 0  # stays zero; fills a table at pages that are not held, because torch reads before it masks
@@ -28,7 +30,9 @@ class KvMemory:
     Attributes:
         cache: The pages.
         pages: The number of pages.
+        padding_page: A further page, which rows without a sequence write to.
         position_bytes: Bytes of one position over all layers.
+        slides: Whether every layer has a window, so that `slide` has work to do.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class KvMemory:
         )
         most = max_running * pages_for(model.context)
         self.pages = min(kv_bytes // page_bytes if kv_bytes else free, most)
-        self.cache = PagedCache(self.pages + 1, like=probe)
+        self.padding_page = self.pages + 1
+        self.cache = PagedCache(self.pages + 2, like=probe)
         self.cache.zero(NO_PAGE)
+        self.slides = bool(probe.window)
         self._window = probe.window or model.context
         self._context = model.context
         self._device = model.device
@@ -97,7 +103,7 @@ class KvMemory:
         if missing > self.available:
             return False
         taken = [self._free.pop() if self._free else self._forget_oldest() for _ in range(missing)]
-        kv.pages += taken
+        kv.pages.extend(taken)
         self._holders.update(taken)
         if (last := max(taken, default=NO_PAGE)) > self._last_touched:
             self._touch_up_to(last)
@@ -115,13 +121,13 @@ class KvMemory:
             self._leave(left := kv.pages[kv.passed : passed])
             for page in filter(self._idle.__contains__, left):  # the last is evicted first: it is useless alone
                 self._idle.move_to_end(page, last=False)
-            kv.pages[kv.passed : passed] = [NO_PAGE] * (passed - kv.passed)
+            kv.pages[kv.passed : passed] = array("i", [NO_PAGE] * (passed - kv.passed))
             kv.passed = passed
 
     def release(self, kv: SequenceKv) -> None:
         """Release all pages of a sequence."""
         self._leave(kv.pages[kv.passed :])
-        kv.pages.clear()
+        del kv.pages[:]
         kv.passed = kv.known = 0
         kv.lone = kv.chain = None
 
@@ -160,13 +166,7 @@ class KvMemory:
         return kv.known * PAGE
 
     def held(self, tokens: Sequence[int], limit: int, owner: Hashable) -> int:
-        """The number of pages of a sequence's prefix that others hold now, so that it needs no new ones.
-
-        Args:
-            tokens: Its tokens.
-            limit: No position from this one on is taken from another sequence.
-            owner: Whose pages it may share.
-        """
+        """The number of pages of a sequence's prefix that others hold now; the arguments are those of `share`."""
         return sum(page in self._holders for page, _ in self._known_pages(tokens, limit, owner))
 
     def _known_pages(self, tokens: Sequence[int], limit: int, owner: Hashable) -> Iterator[tuple[int, Hashable]]:
@@ -235,7 +235,7 @@ def pages_for(tokens: int) -> int:
 def _one_page(model: Model) -> tuple[PagedCache, Counter[torch.device]]:
     """A cache of one page after the forward pass of a token, and its bytes on each device."""
     cache, kv = PagedCache(), SequenceKv([0])
-    model.forward([1 % model.vocabulary], [TokenSpan(kv, 0, 1)], [0], cache)
+    model.forward(Batch([1 % model.vocabulary], [TokenSpan(kv, 0, 1)], None, model.device), cache)
     sizes = cache.page_bytes
     layers: list[Any] = kv.lone.layers if kv.lone else []
     for layer in layers:

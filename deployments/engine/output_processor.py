@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+
+import torch
 
 from deployments.engine.capture.buffer import CaptureError
 from deployments.engine.capture.ring import CaptureRing
 from deployments.engine.capture_budget import CaptureBudget
-from deployments.engine.decoding.sampling import NO_TOKEN_LEFT, NOT_FINITE, choose
+from deployments.engine.decoding.sampling import NO_TOKEN_LEFT, NOT_FINITE, Choice, ChosenTokens, choose, launch
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import (
     GRAMMAR_TOO_COMPLEX,
@@ -42,6 +45,7 @@ class OutputProcessor:
     Attributes:
         events: The events of the engine's current step.
         ended: The memory use of sequences that have ended; the engine completes and removes it.
+        ending: The number of sequences that have ended and whose last event waits for their rows.
     """
 
     def __init__(
@@ -55,16 +59,11 @@ class OutputProcessor:
     ) -> None:
         """Initialize without events.
 
-        Args:
-            scheduler: Removes ended sequences.
-            memory: The pages of keys and values.
-            ring: The ring of recorded rows.
-            capture_budget: Counts released rows.
-            statistics: Counts tokens.
-            compiled: Called on another thread when a grammar that a sequence waits for has been compiled.
+        Another thread calls `compiled` when a grammar that a sequence waits for has been compiled.
         """
         self.events: list[Event] = []
         self.ended: list[MemoryUse] = []
+        self.ending = 0
         self._scheduler = scheduler
         self._memory = memory
         self._ring = ring
@@ -72,16 +71,30 @@ class OutputProcessor:
         self._statistics = statistics
         self._compiled = compiled
 
-    def advance(self, outcome: ForwardResult) -> None:
-        """Draw each sequence's next token, and finish the sequences that end."""
+    @staticmethod
+    def may_run_ahead(seq: Sequence) -> bool:
+        """Whether to launch a sequence's next forward pass before its next token is known on the host."""
+        state = seq.sampling_state
+        return not (seq.ending or seq.request.stop_when or state.needs_last)
+
+    @staticmethod
+    def choose(seqs: list[Sequence], logits: torch.Tensor, ahead: int = 0) -> Choice:
+        """Choose the next tokens of sequences on the device, or with `ahead` 1 those after tokens not known yet."""
+        return launch(logits, [seq.sampling_state for seq in seqs], ahead, width=logits.shape[-1])
+
+    def advance(self, outcome: ForwardResult, chosen: ChosenTokens | None = None) -> None:
+        """Draw each sequence's next token unless it is chosen already, and finish the sequences that end."""
         seqs, logits, lens, stopped = outcome
         if not seqs:
             return
         ended = {i for i, seq in enumerate(seqs) if seq.ending or (i in stopped and seq.may_stop)}
         waiting = {i for i, seq in enumerate(seqs) if i not in ended and not self._may_draw(seq)}
         undrawn = ended | waiting
-        chosen = choose(logits, [None if i in undrawn else seq.sampling_state for i, seq in enumerate(seqs)])
+        if chosen is None:
+            chosen = choose(logits, [None if i in undrawn else seq.sampling_state for i, seq in enumerate(seqs)])
         for i, seq in enumerate(seqs):
+            if seq.done:
+                continue
             try:
                 if seq.ending:  # its text is complete; this forward pass was for its last row
                     self.finish(seq, seq.ending)
@@ -102,54 +115,74 @@ class OutputProcessor:
                 self.finish(seq, "error", f"{type(error).__name__}: {error}")
 
     def send_rows(self) -> None:
-        """Emit the recorded rows of sequences that have gathered a chunk of them."""
+        """Release the recorded rows of sequences that have gathered a chunk of them."""
         seqs = self._scheduler.recording
         self._capture_budget.divide(seqs)
         for seq in seqs:
             assert seq.recording is not None
-            try:
-                captured = seq.recording.flush(lambda: seq.token_ids)  # noqa: B023 - called here or never
-                if captured is not None:
-                    captured = _with_columns(captured, seq.readouts)
-            except Exception as error:  # noqa: BLE001 - any error ends only this request's recording
-                seq.recording.give_up(_capture_failure(seq, error))
-            else:
-                if captured is not None:
-                    self._capture_budget.sent(seq, captured.bytes)
-                    self.events.append(Rows(seq.request.id, captured))
+            if seq.recording.full and not seq.recording.leaving:
+                seq.recording.leaving = True
+                self._ring.worker.run(partial(seq.recording.flush, seq.token_ids), partial(self._emit_rows, seq))
+
+    def _emit_rows(self, seq: Sequence, flushed: Callable[[], Captured | None]) -> None:
+        """Emit rows that have left a sequence's buffer; none if it has stopped recording."""
+        assert seq.recording is not None
+        seq.recording.leaving = False
+        try:
+            if (captured := flushed()) is not None:
+                captured = _with_columns(captured, seq.readouts)
+        except Exception as error:  # noqa: BLE001 - any error ends only this request's recording
+            seq.recording.failed = _capture_failure(seq, error)  # at once: the job that finishes it may come first
+            self._ring.worker.run(partial(seq.recording.give_up, seq.recording.failed))
+        else:
+            if captured is not None:
+                self._capture_budget.sent(seq, captured.bytes)
+                self.events.append(Rows(seq.request.id, captured))
 
     def finish(self, seq: Sequence, reason: FinishReason, error: str | None = None, code: str = "engine_error") -> None:
-        """End a sequence, free its memory and emit its last event.
-
-        Args:
-            seq: The sequence, which runs or waits.
-            reason: Why it ends.
-            error: What went wrong, for the reason "error".
-            code: The stable code of the error.
-        """
-        if seq.recording:
-            self._ring.leave(seq.recording)
+        """End a running or waiting sequence and free its memory; its last event follows when its rows are there."""
+        recording, complete = seq.recording, reason in ("stop", "length")
+        if recording:
+            self._ring.leave(recording, seq.length)
+            if complete:
+                self._ring.send([recording])
         if error == NOT_FINITE:
             self._memory.forget(seq.kv)
         self._scheduler.remove(seq)
+        seq.done = True
         if seq.sampling_state.grammar_state:
             seq.sampling_state.grammar_state.close()
+        self.ended.append(seq.memory)
+        self._statistics.cached_tokens += seq.cached
+        self.ending += 1
+        end = partial(self._emit_end, seq, reason, error, code)
+        if recording:
+            job: Callable[[], Captured | None] = partial(recording.give_up, reason)
+            self._ring.worker.run(partial(recording.finish, seq.token_ids) if complete else job, end)
+        else:
+            end(lambda: None)
+
+    def _emit_end(
+        self, seq: Sequence, reason: FinishReason, error: str | None, code: str, rows: Callable[[], Captured | None]
+    ) -> None:
+        """Emit a sequence's last event with its remaining rows."""
+        self.ending -= 1
         captured, readouts = None, tuple[ReadoutRows, ...]()
         try:
-            if seq.recording and reason in ("stop", "length"):
-                captured = _with_columns(seq.recording.finish(seq.token_ids), seq.readouts)
+            if (captured := rows()) is not None:
+                if seq.recording and seq.recording.failed:
+                    raise CaptureError(seq.recording.failed)
+                captured = _with_columns(captured, seq.readouts)
         except Exception as failed:  # noqa: BLE001 - as above: the request still gets its last event
-            error = _capture_failure(seq, failed)
+            captured, error = None, _capture_failure(seq, failed)
         try:
             if seq.readouts and reason != "error":
                 readouts = seq.readouts.take(ended=True)
         except Exception as failed:  # any error ends this request only
             logger.exception("request %s failed on its readouts", seq.request.id)
             captured, reason, error = None, "error", f"{type(failed).__name__}: {failed}"
-        self.ended.append(seq.memory)
         if captured is not None:
             self._capture_budget.sent(seq, captured.bytes)
-        self._statistics.cached_tokens += seq.cached
         self.events.append(
             Finished(
                 seq.request.id,
@@ -205,13 +238,12 @@ class OutputProcessor:
     ) -> None:
         """Append a sequence's next token, and end the sequence if the token or the text up to it does."""
         request = seq.request
-        if not self._emit_scores(seq):
+        if seq.scores and not self._emit_scores(seq):
             return
         if request.max_tokens == 0:
             self.finish(seq, "length")
             return
-        seq.tokens.append(token)
-        seq.sampling_state.add(token)
+        seq.add(token)
         self._statistics.tokens += 1
         ended = token in seq.sampling_state.ends
         logprobs = (logprob._replace(offset=seq.text.length),) if logprob else ()

@@ -53,8 +53,14 @@ class Recovery:
         relieved = self._relieve(chunks)
         self._memory.trim()
         for chunk in [] if relieved else chunks:
-            message = self._exhausted(chunk.sequence, out_of_memory)
-            self._output.finish(chunk.sequence, "error", message, "out_of_memory")
+            seq = chunk.sequence
+            size = mib(self._memory.most_held(seq.need) * self._memory.position_bytes)
+            message = (
+                f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
+                f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "
+                f"{size} of keys and values: shorten the prompt or lower max_tokens"
+            )
+            self._output.finish(seq, "error", message, "out_of_memory")
 
     def preempt(self, seq: EngineSequence) -> None:
         """Move a sequence back to the queue with its recorded rows."""
@@ -82,11 +88,3 @@ class Recovery:
         once_more = last.no_memory_at != last.length  # retry once with the memory released meanwhile
         last.no_memory_at = last.length
         return once_more
-
-    def _exhausted(self, seq: EngineSequence, out_of_memory: str) -> str:
-        size = mib(self._memory.most_held(seq.need) * self._memory.position_bytes)
-        return (
-            f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
-            f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "
-            f"{size} of keys and values: shorten the prompt or lower max_tokens"
-        )

@@ -85,11 +85,9 @@ class LensLayers(NamedTuple):
 
 
 class LayerTokens(NamedTuple):
-    """The logit lens of one layer's output; empty if its values are not finite.
+    """The logit lens of one layer's output: its top tokens, and (token id, logprob, rank from 1) of the lens's targets.
 
-    Attributes:
-        top: The top tokens.
-        targets: (token id, logprob, rank from 1) of each target of the lens.
+    Both are empty if the output is not finite.
     """
 
     top: Likeliest = ()
@@ -180,22 +178,16 @@ class Captured(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows that a request has recorded and hands out before its end, in order.
-
-    Their consumer reports by `Engine.written` that it has stored them.
-    """
+    """Rows that a request hands out before its end, in order; their consumer calls `Engine.written`."""
 
     id: str
     captured: Captured
 
 
 class Logprob(NamedTuple):
-    """A token's probability by the model itself, before temperature, penalties and bias.
+    """A token's natural logarithm of probability and the likeliest tokens by the model itself.
 
-    Attributes:
-        logprob: The token's natural logarithm of probability.
-        top: The likeliest tokens.
-        offset: Characters of the text before this token.
+    They are of the model's distribution before temperature, penalties and bias. `offset` characters precede the token.
     """
 
     logprob: float
@@ -204,12 +196,7 @@ class Logprob(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """The probability of each token of a request's prompt after those before it.
-
-    Attributes:
-        id: The request.
-        logprobs: One for each token from the second on; the first has none. Their offsets have no meaning.
-    """
+    """The probability of each token of a request's prompt from the second on; their offsets have no meaning."""
 
     id: str
     logprobs: tuple[Logprob, ...]
@@ -245,13 +232,7 @@ class Delta(NamedTuple):
 
 @dataclass
 class MemoryUse:
-    """Memory around one request, in bytes: the device's on a GPU, else the process's own.
-
-    Attributes:
-        before: Held when it was admitted.
-        peak: The most held after any of its forwards.
-        after: Held when it had ended.
-    """
+    """Bytes held when a request was admitted, at most since, and when it had ended: of a GPU, else of this process."""
 
     before: int = 0
     peak: int = 0

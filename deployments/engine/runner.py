@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from deployments.engine.capture.ring import CaptureRing, PromptRows, gatherings, places_of
+from deployments.engine.capture.forward_capture import ForwardCapture
+from deployments.engine.capture.ring import CaptureRing
+from deployments.engine.decode_steps import DecodeSteps
 from deployments.engine.decoding.lens_reader import LensReader, LensRow
-from deployments.engine.edit_plans import Plans
+from deployments.engine.edit_plans import Effects, Plans
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import LayerTokens
 from deployments.engine.scheduler import Chunk
 from deployments.engine.sequence import Sequence as EngineSequence
-from deployments.model.kv_cache import PAGE, TokenSpan
+from deployments.model.batch import PAGE, Batch, TokenSpan
 from deployments.model.model import Model
 from deployments.places.hook_site import HookSite
 from deployments.readouts.gates import Gate
@@ -35,40 +36,131 @@ class ForwardResult(NamedTuple):
 
     sequences: list[EngineSequence]
     logits: torch.Tensor
-    lens: Mapping[int, tuple[LayerTokens, ...]] = MappingProxyType({})
-    stopped: Mapping[int, tuple[Gate, int]] = MappingProxyType({})
+    lens: Mapping[int, tuple[LayerTokens, ...]]
+    stopped: Mapping[int, tuple[Gate, int]]
+
+
+@dataclass
+class Launched:
+    """A forward pass whose results are on the device, and not read yet.
+
+    Attributes:
+        chunks: What runs, in the order of its rows.
+        sequences: Those whose next token it predicts; a sequence whose prompt is incomplete is left out.
+        logits: [sequences, vocabulary]; another forward pass may overwrite them.
+        fixed: Whether it is a decode step with memory at fixed addresses.
+        commit: Updates sequences and recordings; returns the result.
+    """
+
+    chunks: Sequence[Chunk]
+    sequences: list[EngineSequence]
+    logits: torch.Tensor
+    fixed: bool
+    commit: Callable[[], ForwardResult]
 
 
 class Runner:
     """Runs sequences through the model. A failure leaves sequences and recordings unchanged."""
 
-    def __init__(self, model: Model, memory: KvMemory, ring: CaptureRing) -> None:
+    def __init__(self, model: Model, memory: KvMemory, ring: CaptureRing, steps: DecodeSteps | None) -> None:
+        """Initialize a runner; `steps` runs decode steps with memory at fixed addresses, if they are to run so."""
         self._model = model
         self._memory = memory
         self._ring = ring
+        self._steps = steps
         self._plans = Plans()
         self._lenses = LensReader([])  # of the last forward pass
         self._stacks = Stacks()
 
-    def run(self, chunks: Sequence[Chunk]) -> ForwardResult:
-        """Run one forward pass.
+    def launch(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None = None) -> Launched:
+        """Run one forward pass on the device.
 
         Args:
             chunks: The chunks to run; their pages are reserved.
+            tokens: [chunks] ids that are known on the device alone; the chunks are then in the order of the forward
+                pass that predicted them, which is not committed yet.
         """
-        model = self._model
-        chunks = self._in_order(chunks)
-        capture = _Capture(self._ring, chunks)
-        plan = self._plans.of(chunks)
+        chunks = self._in_order(chunks) if tokens is None else chunks
         deciding = [chunk for chunk in chunks if chunk.decides]
-        drawn = [LensRow(_last_row(chunk), asked) for chunk in deciding if (asked := chunk.sequence.lens)]
-        prompts = _prompt_lenses(chunks)
-        with_lens = [*drawn, *(lens.row for lens in prompts)]
-        if with_lens != self._lenses.asking:  # the last reader is reused while the same rows have a lens
-            self._lenses = LensReader(with_lens)
+        drawn = {
+            turn: LensRow(_last_row(chunk), asked)
+            for turn, chunk in enumerate(deciding)
+            if chunk.sequence.request.lens and (asked := chunk.sequence.lens)
+        }
+        prompts = [
+            (chunk.sequence, position, LensRow(chunk.row + position - chunk.start, asked))
+            for chunk in chunks
+            if (asked := chunk.sequence.request.lens)
+            for position in chunk.sequence.lensed(chunk.start, chunk.start + chunk.count)
+        ]
+        asking = [*drawn.values(), *(row for _, _, row in prompts)]
+        if asking != self._lenses.asking:  # the last reader is reused while the same rows have a lens
+            self._lenses = LensReader(asking)
         lenses = self._lenses
         lenses.begin()
-        readouts = ReadoutReader([_read_span(chunk) for chunk in chunks], self._stacks)
+        capture = ForwardCapture(self._ring, chunks)
+        readouts = ReadoutReader([_read_span(chunk) for chunk in chunks if chunk.sequence.reads], self._stacks)
+        places = list(dict.fromkeys((*capture.places, *lenses.places, *readouts.places)))
+        scored = [
+            (scores, range(chunk.row + unscored.start, chunk.row + unscored.stop))
+            for chunk in chunks
+            if (scores := chunk.sequence.scores) and (unscored := scores.wanted(chunk.start, chunk.count))
+        ]
+
+        ids = [0] * len(chunks) if tokens is not None else [token for chunk in chunks for token in _tokens(chunk)]
+        spans = [TokenSpan(chunk.sequence.kv, chunk.start, chunk.count) for chunk in chunks]
+        steps = self._steps
+        decodes = steps and (tokens is not None or all(chunk.sequence.decodes for chunk in chunks))
+        step = steps.find(chunks, places) if steps and decodes else None
+        effects: Effects | None = None
+        if steps and step:
+            logits, effects = steps.run(step, chunks, ids, spans, tokens)
+            values = {place: steps.stage[place][: len(chunks)] for place in places if place in step.came}
+            capture.take_staged(values)
+            for place, value in values.items():
+                lenses.take(place, value)
+                readouts.take(place, value)
+        else:
+            assert tokens is None, "only decode steps run ahead"
+            wanted = [_last_row(chunk) for chunk in deciding] + [row for _, rows in scored for row in rows]
+            batch = Batch(ids, spans, None if len(deciding) == len(ids) else wanted, self._model.device)
+            logits = self._eager(chunks, batch, places, capture, lenses, readouts)
+
+        parts = torch.split(logits[len(deciding) :], [len(rows) for _, rows in scored]) if scored else ()
+        logprobs = [scores.read(part) for (scores, _), part in zip(scored, parts, strict=True)]
+        layers = lenses.read(self._model.unembedding)  # before any state changes: these may run out of memory
+        capture.send()
+        capture.keep()
+        sequences, logits = [chunk.sequence for chunk in deciding], logits[: len(deciding)]
+
+        def commit() -> ForwardResult:
+            met = readouts.keep()
+            stopped = {turn: met[row] for turn, chunk in enumerate(deciding) if (row := _last_row(chunk)) in met}
+            if effects:
+                effects.keep({chunk.row for chunk in chunks if not chunk.sequence.done})
+            for (scores, _), new in zip(scored, logprobs, strict=True):
+                scores.add(new)
+            for (seq, position, _), of_prompt in zip(prompts, layers[len(drawn) :], strict=True):
+                seq.prompt_lens.append((position, of_prompt))
+            for chunk in chunks:
+                if not chunk.sequence.done:
+                    self._fed(chunk)
+            return ForwardResult(sequences, logits, lens_of, stopped)
+
+        lens_of = dict(zip(drawn, layers, strict=False))
+        return Launched(chunks, sequences, logits, step is not None, commit)
+
+    def _eager(
+        self,
+        chunks: Sequence[Chunk],
+        batch: Batch,
+        places: Sequence[HookSite],
+        capture: ForwardCapture,
+        lenses: LensReader,
+        readouts: ReadoutReader,
+    ) -> torch.Tensor:
+        """[wanted, vocabulary] logits of a forward pass of any chunks; hooks read and change its values."""
+        plan = self._plans.of(chunks)
 
         def visit(place: HookSite, value: Any) -> torch.Tensor | None:
             new = plan.apply(place, value, readouts)
@@ -78,44 +170,14 @@ class Runner:
             readouts.take(place, seen)
             return new
 
-        places = [*capture.places, *plan.places, *lenses.places, *readouts.places]
-        scored = [
-            (scores, range(chunk.row + unscored.start, chunk.row + unscored.stop))
-            for chunk in chunks
-            if (scores := chunk.sequence.scores) and (unscored := scores.wanted(chunk.start, chunk.count))
-        ]
-        wanted = [_last_row(chunk) for chunk in deciding] + [row for _, rows in scored for row in rows]
-        logits = model.forward(
-            [token for chunk in chunks for token in _tokens(chunk)],
-            [TokenSpan(chunk.sequence.kv, chunk.start, chunk.count) for chunk in chunks],
-            wanted,
-            self._memory.cache,
-            places,
-            visit,
-            every_logit=any(place.module == model.head for place in places),
-            readers=capture.readers,
-        )
-        parts = torch.split(logits[len(deciding) :], [len(rows) for _, rows in scored]) if scored else ()
-        logprobs = [scores.read(part) for (scores, _), part in zip(scored, parts, strict=True)]
-        layers = lenses.read(model.unembedding)  # before any state changes: these may run out of memory
-        capture.stack()
-        of_deciding = iter(layers)
-        by_turn = {turn: next(of_deciding) for turn, chunk in enumerate(deciding) if chunk.sequence.lens}
-        met = readouts.keep()
-        stopped = {turn: met[row] for turn, chunk in enumerate(deciding) if (row := _last_row(chunk)) in met}
-        capture.keep()
-        for (scores, _), new in zip(scored, logprobs, strict=True):
-            scores.add(new)
-        for lens, of_prompt in zip(prompts, layers[len(drawn) :], strict=True):
-            lens.sequence.prompt_lens.append((lens.position, of_prompt))
-        for chunk in chunks:
-            self._fed(chunk)
-        return ForwardResult([chunk.sequence for chunk in deciding], logits[: len(deciding)], by_turn, stopped)
+        places = [*places, *plan.places]
+        every_logit = any(place.module == self._model.head for place in places)
+        return self._model.forward(batch, self._memory.cache, places, visit, every_logit, capture.readers)
 
     def _in_order(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The chunks with their rows: first those whose row goes through the ring, in its order."""
         ordered = list(chunks)
-        if self._model.packs:
+        if self._model.packs and (self._ring.recordings or any(chunk.sequence.recording for chunk in chunks)):
             decoding = {
                 recording: chunk
                 for chunk in chunks
@@ -123,8 +185,11 @@ class Runner:
             }
             ordered = [decoding[recording] for recording in self._ring.arrange(list(decoding))]
             ordered += [chunk for chunk in chunks if chunk.sequence.recording not in decoding]
-        firsts = accumulate((chunk.count for chunk in ordered), initial=0)
-        return [Chunk(p.sequence, p.start, p.count, row) for p, row in zip(ordered, firsts, strict=False)]
+        row = 0
+        for chunk in ordered:
+            chunk.row = row
+            row += chunk.count
+        return ordered
 
     def _fed(self, chunk: Chunk) -> None:
         """Update the sequence of a chunk whose forward pass succeeded."""
@@ -134,23 +199,6 @@ class Runner:
             seq.recording.rows = max(seq.recording.rows, seq.fed)
         if self._model.packs and seq.fed // PAGE > before // PAGE:  # it has filled a page
             self._memory.remember(seq.kv, seq.token_ids, min(seq.fed, seq.unchanged))
-
-
-class _PromptLens(NamedTuple):
-    """A prompt token at which a sequence reads the lens, and its row in the forward pass."""
-
-    sequence: EngineSequence
-    position: int
-    row: LensRow
-
-
-def _prompt_lenses(chunks: Sequence[Chunk]) -> list[_PromptLens]:
-    return [
-        _PromptLens(chunk.sequence, position, LensRow(chunk.row + position - chunk.start, asked))
-        for chunk in chunks
-        if (asked := chunk.sequence.request.lens)
-        for position in chunk.sequence.lensed(chunk.start, chunk.start + chunk.count)
-    ]
 
 
 def _read_span(chunk: Chunk) -> ReadSpan:
@@ -163,77 +211,10 @@ def _last_row(chunk: Chunk) -> int:
 
 
 def _tokens(chunk: Chunk) -> Sequence[int]:
-    seq, stop, prompt = chunk.sequence, chunk.start + chunk.count, len(chunk.sequence.request.prompt)
+    seq, stop = chunk.sequence, chunk.start + chunk.count
+    prompt = len(seq.request.prompt)
     if stop <= prompt:
         return seq.request.prompt[chunk.start : stop]
     if chunk.start >= prompt:
         return seq.tokens[chunk.start - prompt : stop - prompt]
     return [*seq.request.prompt[chunk.start :], *seq.tokens[: stop - prompt]]
-
-
-class _Capture:
-    """Records one forward pass.
-
-    Single decoded rows go through the ring. Prompts' rows are gathered, or copied one by one if gathering would take
-    much memory, and for attention patterns and chosen heads or features.
-
-    Attributes:
-        places: The places to read.
-        readers: For each place of attention patterns, the spans that are read.
-    """
-
-    def __init__(self, ring: CaptureRing, chunks: Sequence[Chunk]) -> None:
-        self._ring = ring
-        self._through_ring = len(ring.recordings)
-        indexed = [
-            (index, PromptRows(recording, chunk.row, chunk.start, chunk.count).after(recording.rows))
-            for index, chunk in enumerate(chunks)
-            if index >= self._through_ring and (recording := chunk.sequence.recording)
-            if chunk.sequence.records_prefill
-        ]
-        self._prompts = [prompt for _, prompt in indexed]
-        self._gathered, self._copied = gatherings(self._prompts, ring.window)
-        self._came = set[HookSite]()
-        recordings = [prompt.recording for prompt in self._prompts]
-        self._ringing = set(ring.places)
-        self.places = [*ring.places, *(place for place in places_of(recordings) if place not in self._ringing)]
-        self.readers = {
-            place: [i for i, recording in enumerate(ring.recordings) if recording.reads(place)]
-            + [index for index, prompt in indexed if prompt.recording.reads(place)]
-            for place in self.places
-            if place.grows
-        }
-        if ring.recordings:
-            ring.begin()
-
-    def take(self, place: HookSite, value: Any) -> None:
-        """Copy the recorded rows of a place's value [rows, ...]; for patterns, a list of [tokens, heads, keys]."""
-        self._came.add(place)
-        shown = iter(value) if place.grows else None
-        if place in self._ringing:
-            if shown is None:
-                self._ring.take(place, value[: self._through_ring])
-            else:
-                self._ring.take_patterns(place, shown)
-        for gathered in self._gathered:
-            gathered.take(place, value)
-        for recording, row, start, count in self._copied:
-            if recording.reads(place):
-                values = value[row : row + count] if shown is None else next(shown)
-                recording.write(place, values[len(values) - count :], start)
-
-    def stack(self) -> None:
-        """Bring gathered rows to the host."""
-        for gathered in self._gathered:
-            gathered.stack()
-
-    def keep(self) -> None:
-        """Count the copied rows after the forward pass has succeeded."""
-        for prompt in self._prompts:
-            prompt.recording.require(self._came)
-        for gathered in self._gathered:
-            gathered.split()
-        for recording, _, start, count in self._prompts:
-            recording.keep(start, count)
-        if self._ring.recordings:
-            self._ring.end(self._came)

@@ -9,8 +9,9 @@ from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.decoding.prompt_logprobs import PromptScores
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
+from deployments.engine.edits import ActingEdits
 from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request, StopReason
-from deployments.model.kv_cache import SequenceKv
+from deployments.model.batch import SequenceKv
 from deployments.readouts.sequence import SequenceReadouts
 
 RESERVED_TOKENS = 256  # tokens that a request must have memory for beyond its prompt; fewer if it requests fewer
@@ -18,58 +19,41 @@ RESERVED_TOKENS = 256  # tokens that a request must have memory for beyond its p
 
 @dataclass(eq=False)
 class Sequence:
-    """One request in the engine, and its state.
-
-    Attributes:
-        request: The request.
-        text: Its text so far.
-        sampling_state: The state for drawing its next token.
-        recording: Its recorded rows.
-        scores: The logprobs of its prompt's tokens, until they are emitted.
-        arrival: Its number in the order of arrival.
-        memory: The memory held when it was admitted, and since.
-        tokens: Generated so far.
-        kv: Its pages of keys and values.
-        fed: The number of tokens whose keys and values are computed.
-        cached: The number of prompt tokens that an earlier sequence had computed.
-        turn: The engine's step in which it last ran.
-        place: Its place among the waiting sequences.
-        overtaken: The number of later sequences admitted while it waited for pages.
-        no_memory_at: Its length when it last ran out of memory alone.
-        stalled: It is paused until its recorded rows are written or its grammar is compiled.
-        unsent: Deltas kept until its end, if it is not streamed.
-        ending: The finish reason; one more forward pass computes the last token's activations.
-        prompt_lens: The lens of the prompt so far, by positions.
-        readouts: The values of its readouts; None if it requests none.
-        stop_reason: The row that met its `stop_when`.
-    """
+    """One request in the engine, and its state."""
 
     request: Request
-    text: TextStream
+    text: TextStream  # so far
     sampling_state: SamplingState
-    recording: CaptureBuffer | None
-    arrival: int
-    scores: PromptScores | None = None
+    recording: CaptureBuffer | None  # its recorded rows
+    arrival: int  # its number in the order of arrival
+    scores: PromptScores | None = None  # the logprobs of its prompt's tokens, until they are emitted
     memory: MemoryUse = field(default_factory=MemoryUse)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # generated so far; `add` appends to them
+    length: int = field(init=False)  # of prompt and answer, in tokens
     kv: SequenceKv = field(default_factory=SequenceKv)
-    fed: int = 0
-    cached: int = 0
-    turn: int = 0
-    place: int = 0
-    overtaken: int = 0
-    no_memory_at: int = -1
-    stalled: bool = False
-    unsent: list[Delta] = field(default_factory=list)
-    ending: FinishReason | None = None
-    prompt_lens: list[tuple[int, tuple[LayerTokens, ...]]] = field(default_factory=list)
+    fed: int = 0  # tokens whose keys and values are computed
+    cached: int = 0  # prompt tokens that an earlier sequence had computed
+    turn: int = 0  # the step in which it last ran, if sequences do not share forward passes
+    overtaken: int = 0  # later sequences admitted while it waited for pages
+    no_memory_at: int = -1  # its length when it last ran out of memory alone
+    stalled: bool = False  # paused until its recorded rows are written or its grammar is compiled
+    unsent: list[Delta] = field(default_factory=list)  # kept until its end, if it is not streamed
+    done: bool = False  # it has ended; a forward pass launched before may still have a row of it
+    ending: FinishReason | None = None  # one more forward pass computes the last token's activations
+    prompt_lens: list[tuple[int, tuple[LayerTokens, ...]]] = field(default_factory=list)  # by positions
     readouts: SequenceReadouts | None = None
-    stop_reason: StopReason | None = None
+    stop_reason: StopReason | None = None  # the row that met its `stop_when`
+    acting: ActingEdits | None = None  # the result of `acting_at`, until another position needs another
 
-    @property
-    def length(self) -> int:
-        """The number of tokens in prompt and answer."""
-        return len(self.request.prompt) + len(self.tokens)
+    def __post_init__(self) -> None:
+        self.length = len(self.request.prompt) + len(self.tokens)
+        self.reads = bool(self.readouts or self.request.gates)  # whether readouts are read for it
+
+    def add(self, token: int) -> None:
+        """Append its next token."""
+        self.tokens.append(token)
+        self.length += 1
+        self.sampling_state.add(token)
 
     @property
     def token_ids(self) -> list[int]:
@@ -79,8 +63,9 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether its next forward pass is a decode: only its last token has not run, and it is not recorded yet."""
-        recorded = self.recording is not None and self.recording.rows >= self.length
-        return bool(self.tokens) and self.fed >= self.length - 1 and not self.stalled and not recorded
+        if self.fed < self.length - 1 or not self.tokens or self.stalled:
+            return False
+        return self.recording is None or self.recording.rows < self.length
 
     @property
     def wants_last(self) -> bool:
@@ -112,6 +97,12 @@ class Sequence:
             return ()
         known = self.prompt_lens[-1][0] + 1 if self.prompt_lens else 0
         return self.request.lens.prompt.within(max(start, known), min(stop, len(self.request.prompt)))
+
+    def acting_at(self, position: int) -> ActingEdits:
+        """The edits that act on the token at a position; the same object for as many tokens as they are the same."""
+        if self.acting is None or not self.acting.start <= position < self.acting.stop:
+            self.acting = ActingEdits.at(position, self.request.edits)
+        return self.acting
 
     @property
     def unshared(self) -> int:

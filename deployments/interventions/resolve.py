@@ -87,7 +87,7 @@ class EditResolver:
                 raise RequestError(f"prompt and answer have positions 0 to {most - 1}", f"{field}.tokens")
             for edit in edits:
                 vector = _paired(edit.vector, choice, tokens, most, field) if edit.per_token else edit.vector
-                norms = Norms(field) if edit.kind == "add_norm" else None
+                norms = Norms() if edit.kind == "add_norm" else None
                 made = replace(edit, tokens=tokens, vector=vector, norms=norms, field=field)
                 if spec.when is not None:
                     gate = self._readouts.gate(spec.when, edit.point, tokens, prompt, f"{field}.when")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from deployments.model.device_memory import is_out_of_memory, unreserved_bytes
-from deployments.model.native import rms_norm_kernel, worthwhile_threads
+from deployments.model.native import rms_norm_kernel, triton_kernels, worthwhile_threads
 from deployments.tiles import in_tiles
 
 SHARE = 0.1  # of the free memory, which the copies of the weights may take; replicas may load at the same time
@@ -32,6 +32,10 @@ THREAD_NUMBERS = 65_536  # about 20 microseconds of a thread
 PROBE_ROWS = 64
 DIFFERING = 0.01  # of a probe's numbers: sums in another order change the rounding of a few
 ROUNDINGS = 2  # of a number's last digit, by which those few differ at most
+PROGRAM_NUMBERS = 2048  # of a program in Triton: of several short rows, or at least of one row
+WARP_NUMBERS = 512  # 16 of each thread
+
+logger = logging.getLogger(__name__)
 
 
 class Switch:
@@ -130,45 +134,43 @@ def _supported(layer: Any) -> bool:
 # ---- RMS norms
 
 
-class _Kind(NamedTuple):
-    """How a norm scales its rows; architectures differ.
+# How norms of some architectures scale their rows: the offset that is added to the weight, and whether numbers are
+# rounded to their dtype before they are scaled.
+KINDS = ((0, True), (1, False), (0, False))
 
-    Attributes:
-        offset: Added to the weight.
-        rounded: Whether numbers are rounded to their dtype before they are scaled.
-    """
-
-    offset: int
-    rounded: bool
-
-
-KINDS = (_Kind(0, True), _Kind(1, False), _Kind(0, False))
+_Normalize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], None]  # x, scale, out, epsilon, rounded
 
 
 @torch.inference_mode()
 def replace_rms_norms(hf: nn.Module, switch: Switch) -> None:
-    """Let a model's RMS norms run by faster functions while a switch is on.
+    """Let a model's RMS norms run by one function while a switch is on, instead of torch's six operations.
 
-    On a CPU one compiled function takes the place of torch's six operations, which take three to ten times as long; on
-    a GPU two operations do. Each norm is tried first: one with other results stays as it is. The weights must not
-    change any more.
+    On a CPU that is compiled C, which takes a third to a tenth of the time, on a GPU a kernel in Triton, which has not
+    run on a GPU yet. Each norm is tried first: one with other results stays as it is. The weights must not change any
+    more.
 
     Args:
         hf: The Hugging Face module.
         switch: Turned on during forward passes of the engine.
     """
-    for module in hf.modules():
-        if not _looks_like_one(module) or not (candidates := _candidates(module)):
+    modules: Iterator[Any] = hf.modules()
+    for module in modules:
+        if not _looks_like_one(module) or (normalize := _function_for(module.weight)) is None:
             continue
-        plain, x = module.forward, _probe(module)
+        plain, x, eps = module.forward, _probe(module), _eps(module)
+        assert eps is not None, "it looks like a norm"
         try:
             wanted = plain(x)
         except Exception:  # noqa: BLE001 - it needs other inputs, so it is another function
             continue
-        differing = [_differing(candidate(x), wanted) for candidate in candidates]
-        if (least := min(differing)) <= DIFFERING:
-            fast = candidates[differing.index(least)]
-            module.forward = functools.partial(_norm_forward, switch, fast, plain, x.dtype, x.shape[-1])
+        differing = {}
+        for offset, rounded in KINDS:
+            scale = module.weight.detach().float() + offset
+            fast = functools.partial(_norm_forward, switch, plain, x.dtype, normalize, scale, eps, rounded)
+            with switch.turned_on():
+                differing[fast] = _differing(fast(x), wanted)
+        if min(differing.values()) <= DIFFERING:
+            module.forward = min(differing, key=differing.__getitem__)
 
 
 def _looks_like_one(module: Any) -> bool:
@@ -206,48 +208,64 @@ def _differing(values: torch.Tensor, wanted: torch.Tensor) -> float:
     return torch.isclose(values, wanted, rtol=1e-5, atol=0).logical_not().float().mean().item()
 
 
-def _candidates(module: Any) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """A faster function for each kind of norm that there is; none where there is no compiler."""
-    if module.weight.device.type != "cpu":
-        return [_by_torch(module, kind) for kind in KINDS]
-    run = rms_norm_kernel(module.weight.dtype)
-    return [_by_kernel(module, run, kind) for kind in KINDS] if run else []
+def _function_for(weight: torch.Tensor) -> _Normalize | None:
+    """The function that normalizes rows of a weight's device, dtype and length; None if there is none."""
+    if weight.device.type == "cpu":
+        run = rms_norm_kernel(weight.dtype)
+        return functools.partial(_by_kernel, run) if run else None
+    return _by_triton if _runs_triton(weight.device, weight.dtype, len(weight)) else None
 
 
-def _by_torch(module: Any, kind: _Kind) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The norm of rows x [..., size] by torch's own, which computes in float32 and rounds once."""
-    weight, size, eps = module.weight.detach(), module.weight.shape, _eps(module)
-    if kind.rounded:
-        return lambda x: functional.rms_norm(x, size, None, eps) * weight
-    scale = weight.float() + kind.offset
-    return lambda x: functional.rms_norm(x.float(), size, scale, eps).to(x.dtype)
+@functools.cache
+def _runs_triton(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether the kernel in Triton runs on a device; the log says why not."""
+    if device.type != "cuda" or (kernels := triton_kernels()) is None:
+        return False
+    row = torch.ones(size, device=device, dtype=dtype)
+    try:
+        _by_triton(row, row.float(), torch.empty_like(row), 1e-6, True)
+    except kernels.FAILURES as error:
+        logger.warning("the model's own RMS norms of %d run, as the kernel in Triton does not: %s", size, error)
+        return False
+    return True
 
 
-def _by_kernel(module: Any, run: Callable[..., None], kind: _Kind) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The norm, computed by the compiled function `run`."""
-    scale, eps, size = module.weight.detach().float() + kind.offset, _eps(module), len(module.weight)
+def _by_triton(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, eps: float, rounded: bool) -> None:
+    """Normalize rows x [..., size] by the kernel in Triton. Not run on a GPU yet."""
+    kernels: Any = triton_kernels()
+    size = len(scale)
+    rows, block = x.numel() // size, kernels.triton.next_power_of_2(size)
+    of_program = max(1, PROGRAM_NUMBERS // block)  # rows
+    with torch.cuda.device(x.get_device()):
+        kernels.rms_norm[(-(-rows // of_program),)](
+            *(x, scale, out, rows, eps, size, rounded, of_program, block),
+            num_warps=min(16, of_program * block // WARP_NUMBERS),
+            enable_fp_fusion=True,
+        )
 
-    def normalize(x: torch.Tensor) -> torch.Tensor:
-        """Normalize rows x [..., size]."""
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        numbers = x.numel()
-        threads = worthwhile_threads(numbers, THREAD_NUMBERS)
-        run(x.data_ptr(), scale.data_ptr(), out.data_ptr(), numbers // size, size, eps, kind.rounded, threads)
-        return out
 
-    return normalize
+def _by_kernel(
+    run: Callable[..., None], x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, eps: float, rounded: bool
+) -> None:
+    """Normalize rows x [..., size] by the compiled function `run`."""
+    numbers, size = x.numel(), len(scale)
+    threads = worthwhile_threads(numbers, THREAD_NUMBERS)
+    run(x.data_ptr(), scale.data_ptr(), out.data_ptr(), numbers // size, size, eps, rounded, threads)
 
 
 def _norm_forward(
     switch: Switch,
-    fast: Callable[[torch.Tensor], torch.Tensor],
     plain: Callable[..., torch.Tensor],
     dtype: torch.dtype,
-    size: int,
-    *x: Any,
+    normalize: _Normalize,
+    scale: torch.Tensor,
+    eps: float,
+    rounded: bool,
+    *given: Any,
     **named: Any,
 ) -> torch.Tensor:
-    if switch.on and len(x) == 1 and not named and x[0].dtype == dtype and x[0].shape[-1] == size:
-        return fast(x[0])
-    return plain(*x, **named)
+    if not switch.on or len(given) != 1 or named or given[0].dtype != dtype or given[0].shape[-1] != len(scale):
+        return plain(*given, **named)
+    x = given[0].contiguous()
+    normalize(x, scale, out := torch.empty_like(x), eps, rounded)
+    return out

@@ -47,10 +47,6 @@ class Hooks:
         finally:
             self._visit = None
 
-    def rest(self) -> None:
-        """Remove the hooks when no request records or edits."""
-        self._stand_at(frozenset())
-
     def _stand_at(self, places: frozenset[HookSite]) -> None:
         if places == self._places:
             return
@@ -58,10 +54,10 @@ class Hooks:
             handle.remove()
         # Hooks of one module run in the order of registration. Its input is read after a change of the stream.
         in_order = sorted(places, key=lambda place: (place.order, place.stream is None))
-        self._handles = [handle for place in in_order for handle in self._hooks(place)]
+        self._handles = [self._hook(place) for place in in_order]
         self._places = places
 
-    def _hooks(self, place: HookSite) -> list[Any]:
+    def _hook(self, place: HookSite) -> Any:
         module = self._hf.get_submodule(place.module)
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,19 +69,16 @@ class Hooks:
                 return None
             return with_first_argument(args, kwargs, new)
 
-        def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
-            return self._see(place, output)
-
         def weights(_: Any, args: tuple[Any, ...], output: Any) -> None:
             patterns, readers = attention_weights(output), self._readers.get(place, ())
             if patterns is not None and readers and self._visit is not None:
                 self._visit(place, list(patterns))  # [heads, tokens, keys] each
 
         if place.side == "weights":
-            return [module.register_forward_hook(weights)]
+            return module.register_forward_hook(weights)
         if place.side == "input":
-            return [module.register_forward_pre_hook(before, with_kwargs=True)]
-        return [module.register_forward_hook(after)]
+            return module.register_forward_pre_hook(before, with_kwargs=True)
+        return module.register_forward_hook(lambda _, args, output: self._see(place, output))
 
     def _see(self, place: HookSite, value: Any) -> Any:
         """The replacement of the value in its original form; None to keep it."""

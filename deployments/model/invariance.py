@@ -8,7 +8,7 @@ itself. Elementwise functions treat the end of a loop differently, so each row i
 from __future__ import annotations
 
 import functools
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
+from deployments.model.batch import PAGE, SequenceKv
+from deployments.model.kv_cache import PagedCache
 from deployments.model.native import attention_kernel
-from deployments.model.packing import TOLERANCE, Model, UnsupportedModelError, relative_error
+from deployments.model.packing import TOLERANCE, UnsupportedModelError, last_logits, relative_error
 from deployments.tiles import in_tiles
 
 ACTIVATIONS = "transformers.activations"  # all of its classes are elementwise
@@ -33,11 +34,11 @@ MOST_PROBED = 256  # tokens of the long one
 
 
 @torch.inference_mode()
-def make_batch_invariant(model: Model) -> None:
+def make_batch_invariant(model: Any) -> None:
     """Make each row of a model have the same bits whatever the other rows of a forward pass, and test it.
 
     Args:
-        model: The model; its Hugging Face module is changed in place.
+        model: The `Model` of `model.py`; its Hugging Face module is changed in place.
 
     Raises:
         UnsupportedModelError: Something in it computes in an order that depends on other rows.
@@ -72,19 +73,15 @@ class _Probed(NamedTuple):
     kv: list[torch.Tensor]
 
 
-def _run(model: Model, prompts: list[list[int]], cut: int = 0) -> list[_Probed]:
+def _run(model: Any, prompts: list[list[int]], cut: int = 0) -> list[_Probed]:
     """Run prompts together, after a forward pass of `cut` tokens of the first."""
     sizes = [-(-len(prompt) // PAGE) for prompt in prompts]
     cache = PagedCache(sum(sizes))
-    firsts = accumulate(sizes, initial=0)
-    held = [SequenceKv([*range(first, first + size)]) for first, size in zip(firsts, sizes, strict=False)]
+    held = [SequenceKv(range(stop - size, stop)) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
     if cut:
-        model.forward(prompts[0][:cut], [TokenSpan(held[0], 0, cut)], [0], cache)
-    starts = [cut, *(0 for _ in prompts[1:])]
-    parts = [*zip(held, starts, prompts, strict=True)][::-1]  # so that the first one's rows move
-    spans = [TokenSpan(kv, start, len(prompt) - start) for kv, start, prompt in parts]
-    ends = [end - 1 for end in accumulate(span.count for span in spans)]
-    logits = model.forward([id for _, start, prompt in parts for id in prompt[start:]], spans, ends, cache)
+        last_logits(model, cache, [(held[0], 0, prompts[0][:cut])])
+    parts = [(held[0], cut, prompts[0][cut:]), *zip(held[1:], repeat(0), prompts[1:], strict=False)]
+    logits = last_logits(model, cache, parts[::-1])  # so that the first one's rows move
     return [_Probed(row, cache.of(kv, len(ids))) for row, kv, ids in zip(logits.flip(0), held, prompts, strict=True)]
 
 

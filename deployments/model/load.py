@@ -78,9 +78,7 @@ def load(
             "memory and is several times as fast",
             name,
         )
-    shared = None
-    if share:  # before the module gets hooks
-        shared = SharedWeights.of(hf.eval())
+    shared = SharedWeights.of(hf.eval()) if share else None  # before the module gets hooks
     return Model(hf, tokenizer, name, context, shared, revision_of(source, revision), batch_invariant)
 
 

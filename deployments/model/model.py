@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
-from deployments.model.attention import configs_of, packed_attention
+from deployments.model.attention.registration import configs_of, packed_attention
+from deployments.model.batch import Batch
 from deployments.model.fast_layers import Switch, replace_linear_layers, replace_rms_norms
 from deployments.model.hooks import Hooks, Readers, Visit
 from deployments.model.invariance import make_batch_invariant
-from deployments.model.kv_cache import Packed, PagedCache, TokenSpan
+from deployments.model.kv_cache import PagedCache
 from deployments.model.packing import UnsupportedModelError, find_packing
-from deployments.model.tables import Tables, uploaded
 from deployments.model.unembedding import Unembedding
 from deployments.model.weights import SharedWeights
 from deployments.places.hook_site import HookSite
@@ -42,7 +42,6 @@ class Model:
     Attributes:
         name: The repository or directory that it was loaded from.
         hf: The complete Hugging Face module, which every forward pass runs.
-        nnsight: nnsight's view of the same modules.
         tokenizer: Its tokenizer.
         points: Its capture points.
         context: The most tokens of a sequence.
@@ -108,7 +107,7 @@ class Model:
         instrumented = type("InstrumentedModel", (import_nnsight().LanguageModel,), {})
         return instrumented(self.hf, tokenizer=self.tokenizer)
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """The device of inputs."""
         return torch.device(self.hf.device)
@@ -125,9 +124,7 @@ class Model:
 
     def forward(
         self,
-        ids: Sequence[int],
-        spans: Sequence[TokenSpan],
-        wanted: Sequence[int],
+        batch: Batch,
         cache: PagedCache,
         places: Sequence[HookSite] = (),
         visit: Visit | None = None,
@@ -137,9 +134,7 @@ class Model:
         """Run tokens of many sequences, concatenated, through the Hugging Face module.
 
         Args:
-            ids: Token ids of all rows.
-            spans: The sequences of these rows; a single one if the model's sequences do not share forward passes.
-            wanted: The rows whose logits are returned.
+            batch: The rows; of a single sequence if the model's sequences do not share forward passes.
             cache: The pages of their keys and values.
             places: The places to visit.
             visit: Called with each place and its value [rows, ...]; for attention patterns, a list of
@@ -150,54 +145,40 @@ class Model:
         Returns:
             [wanted, vocabulary] logits.
         """
-        packed = Packed(spans)
-        host = [np.array([ids], dtype=np.int64), packed.positions[None], np.array(wanted, dtype=np.int64)]
-        if self.packs and self.device.type == "cuda":
-            packed.tables[self.device] = tables = Tables(packed, self.device, host)
-            input_ids, positions, rows = tables.more
+        if self.packs:
+            past: Cache = cache
+            attention: AbstractContextManager[None] = packed_attention(
+                self._configs, batch, cache, self.batch_invariant
+            )
         else:
-            input_ids, positions, rows = uploaded(host, self.device)
-        inputs = {"input_ids": input_ids, "position_ids": positions}
-        self._wanted = None if every_logit else rows
-        try:
-            if self.packs:
-                cache.packed = packed
-                with packed_attention(self._configs, cache, self.batch_invariant), self.fast_layers.turned_on():
-                    logits = self._visited(inputs | {"past_key_values": cache}, places, visit, readers)
-            else:
-                (span,) = spans
-                lone = span.kv.lone = span.kv.lone or DynamicCache()
-                _cut_back(lone, span.start)  # a failed forward pass may have left more in some layers
-                with self.fast_layers.turned_on():
-                    logits = self._visited(inputs | {"past_key_values": lone}, places, visit, readers)
-        finally:
-            self._wanted = None
-        return logits[0, rows] if every_logit else logits[0]
-
-    def _visited(
-        self, inputs: dict[str, Any], places: Sequence[HookSite], visit: Visit | None, readers: Readers
-    ) -> torch.Tensor:
-        """One forward pass of the Hugging Face module, [1, rows or wanted, vocabulary]."""
-        call = functools.partial(self.hf, **inputs, use_cache=True)
-        if not places:
-            self._hooks.rest()
-            return call().logits  # type: ignore[no-any-return]
-        assert visit is not None
+            (span,) = batch.spans
+            past = span.kv.lone = span.kv.lone or DynamicCache()
+            _cut_back(span.kv.lone, span.start)  # a failed forward pass may have left more in some layers
+            attention = nullcontext()
+        ids, positions = batch.inputs()
+        call = functools.partial(self.hf, input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True)
 
         def shaped(place: HookSite, value: Any) -> torch.Tensor | None:
+            assert visit is not None
             if place.grows:
                 return visit(place, [patterns.transpose(0, 1) for patterns in value])
             new = visit(place, value.view(-1, *place.shape))
             return None if new is None else new.view(value.shape)
 
-        return self._hooks.visit(places, shaped, call, readers).logits  # type: ignore[no-any-return]
+        self._wanted = None if every_logit else batch.wanted
+        try:
+            with attention, self.fast_layers.turned_on():
+                logits: torch.Tensor = self._hooks.visit(places, shaped, call, readers).logits
+        finally:
+            self._wanted = None
+        return logits[0, batch.wanted] if every_logit and batch.wanted is not None else logits[0]
 
     def _narrow(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Narrow the head's input to the wanted rows: the logits of a whole prompt would take much memory."""
         if self._wanted is None:
             return None
         hidden = args[0]  # [1, rows, hidden]
-        return (hidden[:, self._wanted.to(hidden.device)], *args[1:])
+        return (hidden.index_select(1, self._wanted.to(hidden.device)), *args[1:])
 
 
 def _cut_back(cache: DynamicCache, length: int) -> None:

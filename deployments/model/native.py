@@ -1,4 +1,4 @@
-"""The functions in C for CPUs: compiled by the machine's C compiler at first use, and cached on disk."""
+"""The functions in C for CPUs, compiled at first use and cached on disk, and those in Triton for GPUs."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ class Call(ctypes.Structure):
     )
 
 
-@functools.cache
 def attention_kernel(dtype: torch.dtype) -> Callable[[Any], int] | None:
     """`paged_attention` for keys and values of a dtype; None for another dtype or without a compiler."""
     library = _library(dtype)
-    if library is None:
-        return None
-    function = library.paged_attention
-    function.argtypes, function.restype = [ctypes.POINTER(Call)], ctypes.c_int
-    return function
+    return library.paged_attention if library else None
 
 
-@functools.cache
 def rms_norm_kernel(dtype: torch.dtype) -> Callable[..., None] | None:
     """`rms_norm` for rows of a dtype; None for another dtype or without a compiler."""
     library = _library(dtype)
-    if library is None:
+    return library.rms_norm if library else None
+
+
+@functools.cache
+def triton_kernels() -> Any | None:
+    """The module `triton_kernels`, imported at first use; None where Triton is not installed."""
+    try:
+        from deployments.model import triton_kernels as kernels
+    except ImportError as error:
+        logger.warning("Triton cannot be imported, so torch's slower operations are used: %s", error)
         return None
-    function = library.rms_norm
-    tensors, numbers = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
-    function.argtypes, function.restype = [*tensors, *numbers, ctypes.c_float, ctypes.c_int32, ctypes.c_int32], None
-    return function
+    return kernels
 
 
 def worthwhile_threads(work: int, of_one: int) -> int:
@@ -74,11 +74,16 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     if dtype not in KINDS:
         return None
     try:
-        return ctypes.CDLL(str(_built(KINDS[dtype])))
+        library = ctypes.CDLL(str(_built(KINDS[dtype])))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
         message = getattr(error, "stderr", None)
         logger.warning("the kernels could not be compiled, so torch's slower operations are used: %s", message or error)
         return None
+    library.paged_attention.argtypes = [ctypes.POINTER(Call)]
+    tensors, numbers = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
+    library.rms_norm.argtypes = [*tensors, *numbers, ctypes.c_float, ctypes.c_int32, ctypes.c_int32]
+    library.rms_norm.restype = None
+    return library
 
 
 def _built(flags: tuple[str, ...]) -> Path:
@@ -92,14 +97,8 @@ def _built(flags: tuple[str, ...]) -> Path:
     if compiler is None:
         raise FileNotFoundError("there is no C compiler: install gcc or clang")
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
-    parts = (
-        *(source.read_text() for source in SOURCES),
-        version.stdout,
-        *FLAGS,
-        *flags,
-        platform.machine(),
-        _processor(),
-    )
+    sources = [source.read_text() for source in SOURCES]
+    parts = *sources, version.stdout, *FLAGS, *flags, platform.machine(), _processor()
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrine"
     built = folder / f"kernels-{name}.so"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
+from deployments.model.batch import PAGE, Batch, SequenceKv, TokenSpan
 from deployments.model.device_memory import is_broken, is_out_of_memory
-from deployments.model.kv_cache import PAGE, PagedCache, SequenceKv, TokenSpan
+from deployments.model.kv_cache import PagedCache
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # relative to the logits' norm
 PROBE_LENGTHS = (9, 4, 6)  # of the prompts
@@ -18,40 +20,21 @@ PROBE_WINDOW = 3  # tokens of an attention window during the test, fewer than in
 # Other fields with windows in some architectures: a probe shorter than the window would not reveal it.
 OTHER_WINDOWS = ("window_size", "attention_chunk_size", "keep_window_size", "sliding_window_size")
 
+Part = tuple[SequenceKv, int, Sequence[int]]  # tokens of a sequence from a position on
+
 
 class UnsupportedModelError(ValueError):
     """This engine cannot serve the model exactly; the message has the reason."""
 
 
-class Model(Protocol):
-    """The part of a model that the test needs; see `model.py`."""
-
-    hf: Any
-    config: Any
-    packs: bool
-    context: int
-
-    @property
-    def device(self) -> torch.device:
-        """The device of token ids."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of token ids."""
-
-    def forward(self, ids: list[int], spans: list[TokenSpan], wanted: list[int], cache: PagedCache) -> torch.Tensor:
-        """Run packed tokens; returns logits `[wanted, vocabulary]` of the wanted rows."""
-
-
 @torch.inference_mode()
-def find_packing(model: Model) -> None:
+def find_packing(model: Any) -> None:
     """Set whether a model's sequences share forward passes: if each then has the result of a plain forward pass alone.
 
     Others run one at a time through transformers' own cache.
+
+    Args:
+        model: The `Model` of `model.py`.
 
     Raises:
         UnsupportedModelError: That gives wrong results, too.
@@ -63,14 +46,14 @@ def find_packing(model: Model) -> None:
     has_other_window = any(getattr(model.config, field, None) for field in OTHER_WINDOWS)
     for packs in (False,) if has_other_window else (True, False):
         model.packs = packs
-        with windows_of(PROBE_WINDOW, model.hf):
+        with _windows_of(PROBE_WINDOW, model.hf):
             if (failed := _failure(model)) is None:
                 return
         tried.append(f"{'together' if model.packs else 'one at a time'}: {failed}")
     raise UnsupportedModelError(f"{type(model.hf).__name__} cannot be served exactly: {'; '.join(tried)}")
 
 
-def _failure(model: Model) -> str | None:
+def _failure(model: Any) -> str | None:
     """Why prompts cannot run as in the engine; None if they can."""
     prompts = [[(7 * i + 3 * n) % model.vocabulary for i in range(n)] for n in PROBE_LENGTHS]
     alone = [_alone(model, prompt) for prompt in prompts]
@@ -86,34 +69,36 @@ def _failure(model: Model) -> str | None:
     return f"logits differ from a lone forward's by {worst:.1%} of their norm"
 
 
-def _alone(model: Model, prompt: list[int]) -> torch.Tensor:
+def _alone(model: Any, prompt: list[int]) -> torch.Tensor:
     """[vocabulary] logits of the prompt's last token in a plain forward pass."""
     ids = torch.tensor([prompt], device=model.device)
     return model.hf(input_ids=ids, use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
 
 
-def _together(model: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """[vocabulary] the same of each, after one forward pass of some chunks and one of the rest and single tokens."""
-    cache = PagedCache(len(prompts))
-    held = [SequenceKv([number]) for number in range(len(prompts))]
+def _together(model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[prompts, vocabulary] the same of all, after a forward pass of chunks and one of single tokens and a chunk."""
+    cache, held = PagedCache(len(prompts)), [SequenceKv([number]) for number in range(len(prompts))]
     assert max(map(len, prompts)) <= PAGE
-    cuts = [len(prompts[0]) - 4, *(len(prompt) - 1 for prompt in prompts[1:])]
-    first = [TokenSpan(kv, 0, cut) for kv, cut in zip(held, cuts, strict=True)]
-    model.forward([id for prompt, cut in zip(prompts, cuts, strict=True) for id in prompt[:cut]], first, [0], cache)
-    rest = [TokenSpan(kv, cut, len(prompt) - cut) for kv, cut, prompt in zip(held, cuts, prompts, strict=True)]
-    ends = torch.tensor([span.count for span in rest]).cumsum(0) - 1
-    ids = [id for prompt, cut in zip(prompts, cuts, strict=True) for id in prompt[cut:]]
-    return list(model.forward(ids, rest, ends.tolist(), cache))
+    cuts = [*(len(prompt) - 1 for prompt in prompts[:-1]), len(prompts[-1]) - 4]
+    last_logits(model, cache, [(kv, 0, prompt[:cut]) for kv, cut, prompt in zip(held, cuts, prompts, strict=True)])
+    rest = [(kv, cut, prompt[cut:]) for kv, cut, prompt in zip(held, cuts, prompts, strict=True)]
+    return last_logits(model, cache, rest)
 
 
-def _in_chunks(model: Model, prompt: list[int]) -> torch.Tensor:
+def _in_chunks(model: Any, prompt: Sequence[int]) -> torch.Tensor:
     """[vocabulary] the same of one prompt in three chunks, the last of which is a single token."""
     kv, cuts = SequenceKv(), (0, 2, len(prompt) - 1, len(prompt))
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        logits = model.forward(
-            prompt[start:stop], [TokenSpan(kv, start, stop - start)], [stop - start - 1], PagedCache()
-        )
+    for start, stop in pairwise(cuts):
+        logits = last_logits(model, PagedCache(), [(kv, start, prompt[start:stop])])
     return logits[0]
+
+
+def last_logits(model: Any, cache: PagedCache, parts: Sequence[Part]) -> torch.Tensor:
+    """[parts, vocabulary] logits of the last token of each part, all of them in one forward pass."""
+    spans = [TokenSpan(kv, start, len(ids)) for kv, start, ids in parts]
+    ends = [end - 1 for end in accumulate(span.count for span in spans)]
+    batch = Batch([id for *_, ids in parts for id in ids], spans, ends, model.device)
+    return model.forward(batch, cache)  # type: ignore[no-any-return]
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -122,22 +107,20 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @contextmanager
-def windows_of(length: int, model: nn.Module) -> Iterator[None]:
+def _windows_of(length: int, model: nn.Module) -> Iterator[None]:
     """Set a model's windows to `length` tokens in this context: a few tokens then show whether it has them.
 
     Some configs state a window that their model does not have. Modules may have copied their config's value.
     """
-    owners = [owner for module in model.modules() for owner in (module, getattr(module, "config", None)) if owner]
-    holders = {id(owner): owner for owner in owners}
-    stated = [
-        (holder, window)
-        for holder in holders.values()
-        if isinstance(window := getattr(holder, "sliding_window", None), int) and window
-    ]
+    owners: dict[int, Any] = {
+        id(owner): owner for module in model.modules() for owner in (module, getattr(module, "config", None))
+    }
+    stated = {key: getattr(owner, "sliding_window", None) for key, owner in owners.items()}
+    stated = {key: window for key, window in stated.items() if isinstance(window, int) and window}
     try:
-        for holder, _ in stated:
-            holder.sliding_window = length
+        for key in stated:
+            owners[key].sliding_window = length
         yield
     finally:
-        for holder, window in stated:
-            holder.sliding_window = window
+        for key, window in stated.items():
+            owners[key].sliding_window = window

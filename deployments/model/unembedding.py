@@ -30,13 +30,7 @@ class Unembedding:
 
     @torch.inference_mode()
     def __init__(self, hf: Any, points: Points, fast_layers: Switch) -> None:
-        """Test it with the last layer's output, whose logits are known.
-
-        Args:
-            hf: A Hugging Face causal language model.
-            points: The model's points.
-            fast_layers: The model's.
-        """
+        """Test it with the last layer's output, whose logits are known; all arguments are of one model."""
         self._fast_layers = fast_layers
         self._hf = hf
         self._stem, _, self._name = points.layers.rpartition(".")

@@ -253,15 +253,15 @@ def _edit_reports(edits: Sequence[Edit]) -> Iterator[EditReport]:
     for edit in edits:
         lag = edit.gate.lag if edit.gate else None
         if edit.report:
-            yield EditReport(edit.field, edit.point.name, lag, *edit.report.changed)
+            yield EditReport(edit.field, edit.point.name, lag, *edit.report.summary)
         elif edit.gate:
             yield EditReport(edit.field, edit.point.name, lag)
 
 
 def _norms(edits: Sequence[Edit]) -> Iterator[ChangedNorm]:
     for edit in edits:
-        if edit.norms and (median := edit.norms.median) is not None:
-            yield ChangedNorm(edit.norms.field, edit.point.name, median, edit.norms.outliers)
+        if edit.norms and (summary := edit.norms.summary):
+            yield ChangedNorm(edit.field, edit.point.name, *summary)
 
 
 def _log(job: Job, choice: RunningChoice, event: Finished) -> None:

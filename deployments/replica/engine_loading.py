@@ -98,6 +98,7 @@ def _engine(options: Options) -> Engine:
         kv_bytes=options.kv_bytes,
         kv_fraction=None if options.kv_bytes else float(options.kv_fraction) / _sharing(options, model.device.type),
         capture_bytes=options.capture_memory_bytes,
+        cuda_graphs=options.cuda_graphs == "auto",
     )
 
 

@@ -1,80 +1,140 @@
-"""Recorded rows on their way from a forward pass to the buffers: each place is read once for the whole batch.
+"""Decoded rows on their way from forward passes to the buffers: each place is read once for the whole batch.
 
-Decoded rows gather in the ring over several steps. Prompts' rows are gathered within one forward pass.
+They gather on the model's device over the steps of a window, and are then cut into the requests' buffers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.capture.row_sizes import SPARE_ROWS
+from deployments.engine.capture.worker import Worker
 from deployments.places.hook_site import HookSite
 
-WINDOW_BYTES = 32 << 20  # on a CPU: size of the ring in which decoded rows gather before they are split by request
-GPU_PART = 128  # on a GPU: its memory divided by this is the ring's size; a window costs a copy for each place
-BUDGET_PART = 4  # the memory for recorded rows divided by this is the ring's most, on a CPU in addition to that memory
+WINDOW_BYTES = 32 << 20  # on a CPU: size of the window in which decoded rows gather before they are split by request
+GPU_PART = 256  # on a GPU: its memory divided by this is a window's size; a window costs a copy for each request
+BUDGET_PART = 4  # the memory for recorded rows divided by this is the most of all windows, in addition to that memory
 WINDOW_STEPS = SPARE_ROWS  # for a request for its last rows, all rows of a window are spare
 
 
 def window_bytes(device: torch.device, budget: int | None) -> int:
-    """Bytes of the ring on a device.
+    """Bytes of a window on a device, with `budget` bytes of host memory for recorded rows; None for no limit.
 
-    Args:
-        device: The device.
-        budget: Bytes of host memory for recorded rows; None for no limit.
+    A GPU has two windows, each with a mirror in host memory.
     """
-    window = WINDOW_BYTES
+    window, windows = WINDOW_BYTES, 1
     if device.type == "cuda":
-        window = max(window, torch.cuda.mem_get_info(device)[1] // GPU_PART)
-    return window if budget is None else min(window, budget // BUDGET_PART)
+        window, windows = max(window, torch.cuda.mem_get_info(device)[1] // GPU_PART), 2
+    return window if budget is None else min(window, budget // BUDGET_PART // windows)
 
 
 def places_of(recordings: Iterable[CaptureBuffer]) -> list[HookSite]:
     """The places that these buffers read, in the order of execution."""
-    places = {point.place for recording in recordings for point in recording.points}
+    different = {recording.names: recording for recording in recordings}.values()
+    places = {point.place for recording in different for point in recording.points}
     return sorted(places, key=lambda place: place.order)
 
 
-class CaptureRing:
-    """Gathers decoded rows of all recording sequences in a ring on the model's device.
+class Segment(NamedTuple):
+    """Consecutive rows of one buffer in a window: a column's steps [start, stop), from the token at `first` on."""
 
-    Each step writes one [sequences, ...] block for each place. A sequence's rows are copied out when the ring is full,
-    or when the sequence leaves. A step therefore costs one copy for each place, however many sequences record, and
-    tensors leave the device once per window. Attention patterns have another width in each step, so they leave the
-    device in that step, together with the other rows of the same sequence.
+    recording: CaptureBuffer
+    column: int
+    start: int
+    stop: int
+    first: int
+
+
+class Window:
+    """The rows of some steps on the model's device, with a mirror in pinned host memory; a CPU's is its own mirror.
 
     Attributes:
-        window: The ring's size in bytes; one step's rows if those are larger. Also the most for gathered prompts' rows.
+        index: Each place's index in its block.
+        steps: The number of steps.
+        blocks: For each dtype and shape [steps, places, columns, ...].
+        mirror: The same on the host.
+        sent: The number of steps that are copied to the mirror.
+        cut: The last job that reads the mirror.
+    """
+
+    def __init__(self, places: Sequence[HookSite], columns: int, size: int, device: torch.device) -> None:
+        """Allocate at most `size` bytes, or one step."""
+        self._columns = columns
+        self._kinds: dict[tuple[torch.dtype, tuple[int, ...]], list[HookSite]] = {}
+        for place in places:
+            self._kinds.setdefault((place.dtype, place.shape), []).append(place)
+        self.index = {place: i for alike in self._kinds.values() for i, place in enumerate(alike)}
+        step_bytes = columns * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
+        self.steps = max(1, min(WINDOW_STEPS, size // max(1, step_bytes)))
+        self.blocks = {
+            (dtype, shape): torch.empty(self.steps, len(alike), columns, *shape, dtype=dtype, device=device)
+            for (dtype, shape), alike in self._kinds.items()
+        }
+        self.mirror = {kind: pinned_like(rows) if rows.is_cuda else rows for kind, rows in self.blocks.items()}
+        self.sent = 0
+        self.cut: Future[None] | None = None
+
+    def fits(self, places: Sequence[HookSite], columns: int) -> bool:
+        """Whether it has space for so many rows of these places."""
+        return columns <= self._columns and all(place in self.index for place in places)
+
+    def slots(self, step: int, columns: int) -> dict[HookSite, torch.Tensor]:
+        """The memory of each place in a step, `[columns, ...]`."""
+        slots = dict[HookSite, torch.Tensor]()
+        for kind, places in self._kinds.items():
+            slots.update(zip(places, self.blocks[kind][step, :, :columns].unbind(), strict=True))
+        return slots
+
+
+class CaptureRing:
+    """Gathers decoded rows of all recording sequences in windows on the model's device.
+
+    Each step writes one [sequences, ...] block for each place. A step therefore costs one copy for each place, however
+    many sequences record. When a window is full, or when a sequence that has left needs its rows, a side stream copies
+    the steps to the host, and the worker cuts them into the buffers. Two windows take turns, so that a step waits only
+    where both are full. Inline on a CPU, one window is cut at once. Attention patterns have another width in each step,
+    so they leave the device in that step, together with the other rows of the same sequence.
+
+    `take` and `end` need nothing of a step but that it has been launched.
+
+    Attributes:
+        worker: Changes the buffers.
+        device: The model's device.
+        prompts: The last job that brings gathered prompts' rows to their buffers.
         recordings: The buffers that record the next forward pass, by their column.
         places: The places that they read, in the order of execution.
     """
 
-    def __init__(self, device: torch.device, window: int) -> None:
+    def __init__(self, device: torch.device, window: int, worker: Worker) -> None:
         """Initialize an empty ring.
 
         Args:
             device: The device of the rows.
-            window: As the attribute.
+            window: A window's size in bytes; one step's rows if those are larger.
+            worker: Changes the buffers; on a GPU a threaded one.
         """
-        self._device = device
-        self.window = window
-        self._ring: dict[HookSite, torch.Tensor] = {}  # [steps, columns, ...]
-        self._steps = 0
-        self._step = 0
-        self.places: list[HookSite] = []
+        self._size = window
+        self.worker = worker
+        self.device = device
+        self.prompts: Future[None] | None = None
         self.recordings: list[CaptureBuffer] = []
+        self.places: list[HookSite] = []
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # The first is being filled.
+        self._windows = [Window([], 0, 0, device) for _ in range(2 if worker.threaded else 1)]
+        self._slots: dict[HookSite, torch.Tensor] = {}  # of this step, [columns, ...]
+        self._step = 0
+        self._closed: list[Segment] = []  # not given to the worker yet
 
     def arrange(self, decoding: Sequence[CaptureBuffer]) -> Sequence[CaptureBuffer]:
-        """Assign columns to exactly these buffers for the next forward pass.
-
-        Returns:
-            The buffers by their column; a buffer keeps its column where possible.
-        """
+        """Assign columns to exactly these buffers for the next forward pass; return them by their column."""
         coming, here = set(decoding), set(self.recordings)
         if coming == here:
             return self.recordings
@@ -88,168 +148,134 @@ class CaptureRing:
         return self.recordings
 
     def begin(self) -> None:
-        """Make room for one more step."""
+        """Make room for one more step. This waits if the worker has not cut the next window's earlier rows yet."""
         columns, places = len(self.recordings), [place for place in self.places if not place.grows]
-        fits = all(place in self._ring and self._ring[place].shape[1] >= columns for place in places)
-        if fits and self._step < self._steps:
-            return
-        host = {place: rows[: self._step].cpu() for place, rows in self._ring.items()} if self._step else {}
+        if self._step == self._windows[0].steps or not self._windows[0].fits(places, columns):
+            self._turn(places, columns)
+        self._slots = self._windows[0].slots(self._step, columns)
+
+    def _turn(self, places: Sequence[HookSite], columns: int) -> None:
+        """Begin the next window, for these places and at least so many columns."""
+        for column in range(len(self.recordings)):
+            self._close(column)
+        self.send()
+        self._windows.append(self._windows.pop(0))
+        window = self._windows[0]
+        self.worker.wait(window.cut)
+        self._step = window.sent = 0
         for recording in self.recordings:
-            self.cut(recording, host)
             recording.since = 0
-        self._step = 0
-        if not fits:
+        stale = self._stream and len(places) != len(window.index)  # of no use on the way to the host
+        if stale or not window.fits(places, columns):
             columns = 1 << (columns - 1).bit_length()  # space for sequences that join
-            step_bytes = columns * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
-            steps = max(1, min(WINDOW_STEPS, self.window // step_bytes))
-            self._ring, self._steps = {}, 0  # free the old ring before the new one is allocated
-            self._ring = {
-                place: torch.empty(steps, columns, *place.shape, dtype=place.dtype, device=self._device)
-                for place in places
-            }
-            self._steps = steps
+            window = self._windows[0] = Window([], 0, 0, self.device)  # free the old one before the allocation
+            self._windows[0] = Window(places, columns, self._size, self.device)
 
-    def take(self, place: HookSite, value: torch.Tensor) -> None:
-        """Copy a place's rows [columns, ...]; the model may overwrite them later."""
-        self._ring[place][self._step, : len(value)] = value
-
-    def take_patterns(self, place: HookSite, shown: Iterator[torch.Tensor]) -> None:
-        """Copy attention patterns, [1, heads, keys] of each sequence that records them, at once.
-
-        The fixed cost of a copy exceeds that of a row's bytes.
-        """
-        for recording in self.recordings:
-            if recording.reads(place):
-                with recording.giving_up():
-                    recording.write(place, next(shown).cpu(), recording.rows)
+    def take(self, values: Mapping[HookSite, torch.Tensor]) -> None:
+        """Copy the first rows of places' values [rows, ...], by column; the model may overwrite them later."""
+        slots = [self._slots[place] for place in values]
+        rows = [value[: len(slot)] for slot, value in zip(slots, values.values(), strict=True)]
+        torch._foreach_copy_(slots, rows)  # on a GPU one kernel for places of one dtype
 
     def end(self, came: Collection[HookSite]) -> None:
         """Close the step of a forward pass that reached these places."""
         self._step += 1
         missed = any(place not in came for place in self.places)
-        for recording in self.recordings:
+        for column, recording in enumerate(self.recordings):
             recording.rows += 1
             if missed:
-                recording.require(came)
+                self.worker.run(partial(recording.require, came))
             if recording.grows:
-                self.cut(recording)
+                self._close(column)
+        if any(recording.grows for recording in self.recordings):
+            self.send()
 
-    def leave(self, recording: CaptureBuffer) -> None:
-        """Copy out a buffer's rows and free its column; the last column moves there."""
+    def undo(self) -> None:
+        """Drop the rows of the last step, directly after its `end`; a step that recorded none had no `end`."""
+        self._step -= bool(self.recordings)
+        for recording in self.recordings:
+            recording.rows -= 1
+
+    def leave(self, recording: CaptureBuffer, tokens: int | None = None) -> None:
+        """Free a buffer's column if it has one; the last column moves there, and `send` brings its rows to it.
+
+        Rows of tokens after the first `tokens` of its sequence are dropped.
+        """
         if recording not in self.recordings:
             return
-        self.cut(recording)
-        column, last = self.recordings.index(recording), self.recordings[-1]
-        if last is not recording:
-            self.cut(last)
-            self.recordings[column] = last
+        column, last = self.recordings.index(recording), len(self.recordings) - 1
+        self._close(column, tokens)
+        if column != last:
+            self._close(last)
+            self.recordings[column] = self.recordings[last]
         self.recordings.pop()
         self.places = places_of(self.recordings)
 
-    def cut(self, recording: CaptureBuffer, host: Mapping[HookSite, torch.Tensor] | None = None) -> None:
-        """Copy a buffer's gathered rows to it; without memory for them it stops recording.
-
-        Args:
-            recording: The buffer.
-            host: The steps so far of all places on the host, so that a GPU sends each place's once.
-        """
-        ring = self._ring if host is None else host
-        if recording.since < self._step:
-            window = slice(recording.since, self._step)
-            steps = self._step - recording.since
-            first = recording.rows - steps
-            recording.since = self._step
-            column = self.recordings.index(recording)
-            with recording.giving_up():
-                for place in places_of([recording]):
-                    if not place.grows:
-                        recording.write(place, ring[place][window, column], first)
-                recording.keep(first, steps)
-
-
-class PromptRows(NamedTuple):
-    """Rows of one prompt in a forward pass.
-
-    Attributes:
-        recording: The prompt's buffer.
-        row: The first row's index in the forward pass.
-        start: The position of its token.
-        tokens: How many rows there are, recorded or not.
-    """
-
-    recording: CaptureBuffer
-    row: int
-    start: int
-    tokens: int
-
-    def after(self, position: int) -> PromptRows:
-        """Those of tokens from a position on."""
-        first = min(self.tokens, max(0, position - self.start))
-        return self._replace(row=self.row + first, start=self.start + first, tokens=self.tokens - first)
-
-
-class Gathering:
-    """The recorded rows of prompts with the same points, in one forward pass.
-
-    A step costs one read for each place and a few copies for each request, not a copy for each place of each request.
-    On a GPU all rows of the same dtype and shape leave it together.
-    """
-
-    def __init__(self, prompts: Sequence[PromptRows]) -> None:
-        """Choose the rows.
-
-        Args:
-            prompts: Prompts whose buffers have the same points and take `fill`.
-        """
-        self._slices = list[tuple[CaptureBuffer, slice]]()
-        rows = list[int]()
-        for recording, row, start, tokens in prompts:
-            if wanted := recording.wanted(start, tokens):
-                self._slices.append((recording, slice(len(rows), len(rows) + len(wanted))))
-                rows += [row + position - start for position in wanted]
-        self._rows = torch.tensor(rows)
-        self._rows_on: dict[torch.device, torch.Tensor] = {}
-        self._values: dict[HookSite, torch.Tensor] = {}
-        self._stacked: list[torch.Tensor] = []
-
-    def take(self, place: HookSite, value: torch.Tensor) -> None:
-        """Read the rows of a place's value [rows, ...]; the model may overwrite them later."""
-        if not self._slices or not self._slices[0][0].reads(place):
+    def send(self, needed: Collection[CaptureBuffer] | None = None) -> None:
+        """Bring the rows of buffers that have left to them, if one of `needed` waits for rows; None for any."""
+        if not any(needed is None or segment.recording in needed for segment in self._closed):
             return
-        if value.device not in self._rows_on:
-            self._rows_on[value.device] = self._rows.to(value.device)
-        self._values[place] = value.index_select(0, self._rows_on[value.device])
+        window, closed, copied = self._windows[0], self._closed, None
+        self._closed = []
+        if window.sent < self._step:
+            steps = slice(window.sent, self._step)
+            rows, mirror = ([block[steps] for block in of.values()] for of in (window.blocks, window.mirror))
+            _, copied = self.to_host(rows, mirror)
+            window.sent = self._step
+        window.cut = self.worker.run(partial(_cut, window, closed, copied))
 
-    def stack(self) -> None:
-        """Bring the rows to the host. This takes memory, and changes no buffer."""
-        if self._slices and self._slices[0][0].comes_with(self._values):
-            self._stacked = self._slices[0][0].stacked(self._values)
-        self._values.clear()
+    def to_host(
+        self, rows: Sequence[torch.Tensor], mirror: Sequence[torch.Tensor] | None = None
+    ) -> tuple[Sequence[torch.Tensor], torch.cuda.Event | None]:
+        """Copy tensors to pinned ones by the side stream, after the work launched so far. Not run on a GPU yet.
 
-    def split(self) -> None:
-        """Copy the rows to their buffers, which still have to `keep` them; those of failed ones are dropped."""
-        for recording, rows in self._slices:
-            if not recording.failed:
-                with recording.giving_up():
-                    recording.fill(self._stacked, rows)
+        Return the tensors on the host, and their arrival there; on a CPU the given ones.
+        """
+        if self._stream is None:
+            return rows, None
+        mirror = mirror or [pinned_like(row) for row in rows]
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            for row, host in zip(rows, mirror, strict=True):
+                row.record_stream(self._stream)
+                host.copy_(row, non_blocking=True)
+            copied.record(self._stream)
+        return mirror, copied
+
+    def _close(self, column: int, tokens: int | None = None) -> None:
+        """End a column's segment after the last step; the next segment begins there."""
+        recording = self.recordings[column]
+        start, recording.since = recording.since, self._step
+        first = recording.rows - (self._step - start)
+        stop = self._step if tokens is None else min(self._step, start + tokens - first)
+        if start < stop:
+            self._closed.append(Segment(recording, column, start, stop, first))
 
 
-def gatherings(prompts: Iterable[PromptRows], most: int) -> tuple[list[Gathering], list[PromptRows]]:
-    """Gather prompts that have the same points, as far as their rows take little memory.
+def _cut(window: Window, segments: Iterable[Segment], copied: torch.cuda.Event | None) -> None:
+    """Copy rows of a window to their buffers once they are there; a buffer without memory for them stops recording."""
+    if copied is not None:
+        copied.synchronize()
+    for recording, column, start, stop, first in segments:
+        with recording.giving_up():
+            parts = list[torch.Tensor]()
+            if wanted := recording.wanted(first, stop - start):
+                at = _dense([start + position - first for position in wanted])
+                for (dtype, shape, own), points in recording.kinds.items():
+                    places = _dense([window.index[point.place] for point in points])
+                    rows = window.mirror[dtype, shape][:, :, column][at][:, places]
+                    rows = recording.chosen(rows.reshape(*rows.shape[:2], *own), own)
+                    parts.append(rows.transpose(0, 1))
+            recording.fill(first, stop - start, parts)
 
-    Args:
-        prompts: All prompts that record rows in a forward pass.
-        most: Bytes that gathered rows may take; twice as many while they are stacked.
 
-    Returns:
-        The gathered prompts, and those whose rows are to be copied one by one.
-    """
-    alike, rest = dict[tuple[str, ...], list[PromptRows]](), list[PromptRows]()
-    for prompt in prompts:
-        size = prompt.recording.size(prompt.start, prompt.tokens)
-        if prompt.recording.gathers and size <= most:
-            most -= size
-            alike.setdefault(prompt.recording.names, []).append(prompt)
-        else:
-            rest.append(prompt)
-    return [Gathering(of_one) for of_one in alike.values()], rest
+def _dense(indices: list[int]) -> slice | list[int]:
+    """Ascending indices as a slice, if they are consecutive: a view, not a copy."""
+    first, stop = indices[0], indices[-1] + 1
+    return slice(first, stop) if indices == [*range(first, stop)] else indices
+
+
+def pinned_like(rows: torch.Tensor) -> torch.Tensor:
+    """Pinned host memory for a GPU's rows. Not run on a GPU yet."""
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)

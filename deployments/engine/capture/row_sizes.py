@@ -17,15 +17,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class RowSizes(NamedTuple):
-    """The size of one token's rows of all points, in bytes or in numbers.
+    """The size of one token's rows of all points, in bytes or in numbers."""
 
-    Attributes:
-        fixed: The part that is the same for every token.
-        each_key: The part for each token that it attends to, itself included.
-    """
-
-    fixed: int
-    each_key: int
+    fixed: int  # the part that is the same for every token
+    each_key: int  # the part for each token that it attends to, itself included
 
     @classmethod
     def bytes(cls, capture: Capture, points: Iterable[Point]) -> RowSizes:

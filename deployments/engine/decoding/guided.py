@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from deployments.errors import RequestError
@@ -46,7 +46,7 @@ class GrammarState:
         self._matcher = grammar.shared.deep_copy()
         self._shares = True  # shares the lexer states with the grammar's other sequences
         self._tokens: list[int] = []
-        self._allowed: torch.Tensor | None = None
+        self._allowed: npt.NDArray[np.bool_] | None = None
         self._alone: Future[LLMatcher] | None = None  # until it is taken
 
     @property
@@ -76,8 +76,8 @@ class GrammarState:
         if self._alone is not None:
             self._alone.cancel()
 
-    def allowed(self) -> torch.Tensor:
-        """[vocabulary] bool on the CPU: the tokens allowed next; end tokens exactly where the text may end."""
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[vocabulary] the tokens allowed next; end tokens exactly where the text may end."""
         while self._allowed is None:
             if self._alone is not None:
                 self._matcher, self._alone = self._alone.result(), None
@@ -95,7 +95,7 @@ class GrammarState:
         allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._grammar.vocabulary, bitorder="little")
         broken, stopped = self._matcher.is_error(), self._matcher.is_stopped()  # stopped: nothing can follow
         allowed[self._grammar.eos] = not broken and (stopped or self._matcher.is_accepting())
-        self._allowed = torch.from_numpy(allowed.view(np.bool_))
+        self._allowed = allowed.view(np.bool_)
 
     def allows_beside(self, tokens: Sequence[int]) -> bool:
         """Whether any token other than these is allowed next."""
@@ -120,18 +120,26 @@ class Grammar:
         worn: The shared lexer states have reached the limit.
     """
 
-    def __init__(self, make: Callable[[], LLMatcher], eos: Sequence[int], vocabulary: int) -> None:
+    def __init__(self, make: Callable[[], LLMatcher], eos: list[int], vocabulary: int) -> None:
         """Compile a grammar.
 
         Raises:
             ValueError: It is not valid, not supported, or too complex to start with.
         """
         self.make = make
-        self.eos = list(eos)
+        self.eos = eos
         self.vocabulary = vocabulary
         self.shared = make()
         self.worn = False
-        self._try()
+        # The first two steps are taken now, where they delay no forward pass.
+        first = self.begin()
+        if first.error is None and not first.allowed().any():
+            raise ValueError("no text can satisfy this schema or grammar")
+        if first.error is None:
+            first.add(int(first.allowed().argmax()))
+            first.allowed()
+        if first.error is not None:
+            raise ValueError(first.error)
 
     def begin(self) -> GrammarState:
         """The state of a sequence at the start of its text."""
@@ -142,17 +150,6 @@ class Grammar:
         matcher = self.make()
         matcher.consume_tokens(list(tokens))
         return matcher
-
-    def _try(self) -> None:
-        """Take the first two steps at once, where they delay no forward pass."""
-        grammar_state = self.begin()
-        if grammar_state.error is None and not grammar_state.allowed().any():
-            raise ValueError("no text can satisfy this schema or grammar")
-        if grammar_state.error is None:
-            grammar_state.add(int(grammar_state.allowed().nonzero()[0]))
-            grammar_state.allowed()
-        if grammar_state.error is not None:
-            raise ValueError(grammar_state.error)
 
 
 class GrammarCompiler:
@@ -184,7 +181,8 @@ class GrammarCompiler:
             with self._lock:
                 grammar = self._compiled.get(source)
             if grammar is None or grammar.worn:
-                grammar = self._compile(source)
+                make = functools.partial(LLMatcher, self._tokenizer(), source, log_level=0, limits=LIMITS)
+                grammar = Grammar(make, self._eos, self._vocabulary)
             with self._lock:
                 self._compiled[source] = grammar
                 self._compiled.move_to_end(source)
@@ -193,11 +191,6 @@ class GrammarCompiler:
             return grammar
         except ValueError as error:
             raise RequestError(str(error), field) from error
-
-    def _compile(self, source: str) -> Grammar:
-        tokenizer = self._tokenizer()
-        make = functools.partial(LLMatcher, tokenizer, source, log_level=0, limits=LIMITS)
-        return Grammar(make, self._eos, self._vocabulary)
 
     def _tokenizer(self) -> LLTokenizer:
         """The model's tokenizer for llguidance, made on first use: it takes a second for a large vocabulary."""

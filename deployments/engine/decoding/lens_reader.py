@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from deployments.engine.decoding.sampling import ranked
+from deployments.engine.decoding.logprobs import as_likeliest, ranked
+from deployments.engine.decoding.transfers import Array, Download, to_device
 from deployments.engine.request import MOST_LOGPROBS, LayerTokens, LensLayers
 from deployments.errors import RequestError
 from deployments.model.unembedding import Unembedding
@@ -30,12 +32,7 @@ def check_lens(lens: LensLayers, readout: Unembedding) -> None:
 
 
 class LensRow(NamedTuple):
-    """A row of a forward pass with a logit lens.
-
-    Attributes:
-        row: Its index in the forward pass.
-        lens: The requested lens.
-    """
+    """A row of a forward pass, by its index in it, and the lens requested for it."""
 
     row: int
     lens: LensLayers
@@ -53,20 +50,18 @@ class LensReader:
         self.asking = asking
         self._of: dict[HookSite, list[int]] = {}  # place -> indices in `asking`
         for turn, row in enumerate(asking):
-            for place in _places(row.lens):
+            read = (*row.lens.points, *([row.lens.last] if row.lens.last else []))
+            for place in dict.fromkeys(point.place for point in read):
                 self._of.setdefault(place, []).append(turn)
         self.places = list(self._of)
-        # Most places share the same indices; layers may be on several devices.
-        self._index: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+        self._turns = [(place, turn) for place, turns in self._of.items() for turn in turns]  # of each copied row
+        self._index: dict[HookSite, torch.Tensor] = {}  # row numbers [indices] on the place's device
         self._taken: dict[HookSite, torch.Tensor] = {}  # [indices, hidden]
-        turns = {(turn, place): i for i, (place, turn) in enumerate(self._turns())}
-        self._rows = [[turns[turn, point.place] for point in row.lens.points] for turn, row in enumerate(asking)]
+        self._uploaded: list[torch.Tensor] | None = None  # those of `_targets`
+        turns = {key: i for i, key in enumerate(self._turns)}
+        self._rows = [[turns[point.place, turn] for point in row.lens.points] for turn, row in enumerate(asking)]
         # For each index whose target is the last layer's top token: the row of that layer.
-        self._last = {turn: turns[turn, row.lens.last.place] for turn, row in enumerate(asking) if row.lens.last}
-
-    def _turns(self) -> Iterator[tuple[HookSite, int]]:
-        """The place and index of each copied row."""
-        return ((place, turn) for place, turns in self._of.items() for turn in turns)
+        self._last = {turn: turns[row.lens.last.place, turn] for turn, row in enumerate(asking) if row.lens.last}
 
     def begin(self) -> None:
         """Clear the last forward pass, which may have failed halfway."""
@@ -75,70 +70,74 @@ class LensReader:
     def take(self, place: HookSite, value: torch.Tensor) -> None:
         """Copy the rows with a lens from a value [rows, hidden], if there are any."""
         if place in self._of:
-            self._taken[place] = value[self._where(tuple(self._of[place]), value.device)]
-
-    def _where(self, turns: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Row numbers [indices] on a device."""
-        if (turns, device) not in self._index:
-            self._index[turns, device] = torch.tensor([self.asking[turn].row for turn in turns], device=device)
-        return self._index[turns, device]
+            if place not in self._index:
+                rows = np.array([self.asking[turn].row for turn in self._of[place]], np.int64)
+                (self._index[place],) = to_device([rows], value.device)
+            self._taken[place] = value[self._index[place]]
 
     def read(self, readout: Unembedding) -> list[tuple[LayerTokens, ...]]:
         """The result of each layer for each row; empty if the layer was skipped or its values are not finite."""
         if not self.asking:
             return []
         for place in self._of.keys() - self._taken.keys():
-            self._taken[place] = torch.full((len(self._of[place]), *place.shape), torch.nan, dtype=place.dtype)
+            shape = (len(self._of[place]), *place.shape)
+            self._taken[place] = torch.full(shape, torch.nan, dtype=place.dtype, device=readout.device)
         rows = torch.cat([self._taken[place].to(readout.device) for place in self._of])  # [turns, hidden]
-        last = dict(zip(self._last, _likeliest(rows[list(self._last.values())], readout), strict=True))
-        targets = [(last[turn],) if turn in last else row.lens.targets for turn, row in enumerate(self.asking)]
-        asked = [(self.asking[turn].lens.top_k, targets[turn]) for _, turn in self._turns()]
-        results = _read(rows, asked, readout)
+        if self._uploaded is None:
+            self._uploaded = to_device(self._targets(), readout.device)
+        targets, last, turns, of = self._uploaded
+        if len(last):
+            likeliest = torch.cat([readout.logits(some).argmax(dim=-1) for some in _split(rows[last], readout)])
+            targets = targets.clone()
+            targets[:, 0].index_copy_(0, turns, likeliest[of])
+        lenses = [self.asking[turn].lens for _, turn in self._turns]
+        most = [lens.top_k for lens in lenses]
+        chunks = zip(_split(rows, readout), _split(targets, readout), strict=True)
+        parts = [_scores(readout.logits(some).float(), ids, max(most)) for some, ids in chunks]
+        found = Download({name: torch.cat([part[name] for part in parts]) for name in parts[0]}).read()
+        ids, logprobs, ranks = (found[name].tolist() for name in ("targets", "own", "ranks"))
+        finite, results = np.isfinite(found["highest"]), list[LayerTokens]()
+        for i, (lens, top) in enumerate(zip(lenses, as_likeliest(found, most), strict=True)):
+            count = 1 if lens.last else len(lens.targets)
+            own = tuple(zip(ids[i][:count], logprobs[i], ranks[i], strict=False))
+            results.append(LayerTokens(top, own) if finite[i] else LayerTokens())
         return [tuple(results[i] for i in rows) for rows in self._rows]
 
+    def _targets(self) -> list[Array]:
+        """The target ids of each copied row, [turns, targets], and where these come from the last layer.
 
-def _places(lens: LensLayers) -> dict[HookSite, None]:
-    """The places that a lens reads, without repetition."""
-    return dict.fromkeys(point.place for point in (*lens.points, lens.last) if point is not None)
+        The other arrays are: the copied rows of last layers, [lasts]; the rows whose first target is the top token of
+        one of these, [rows]; and of which, [rows].
+        """
+        of = {turn: i for i, turn in enumerate(self._last)}
+        targets = [[0] if turn in of else self.asking[turn].lens.targets for _, turn in self._turns]
+        widest = max(map(len, targets))
+        replaced = [(i, of[turn]) for i, (_, turn) in enumerate(self._turns) if turn in of]
+        return [
+            np.array([[*some, *[0] * (widest - len(some))] for some in targets], np.int64),
+            np.array(list(self._last.values()), np.int64),
+            np.array([i for i, _ in replaced], np.int64),
+            np.array([last for _, last in replaced], np.int64),
+        ]
 
 
-def _logits(rows: torch.Tensor, readout: Unembedding) -> Iterator[torch.Tensor]:
-    """The logits [count, vocabulary] of rows [rows, hidden], a few rows at a time."""
-    count = max(1, LOGITS_BYTES // (4 * readout.vocabulary))
-    for first in range(0, len(rows), count):
-        yield readout.logits(rows[first : first + count]).float()
+def _split(rows: torch.Tensor, readout: Unembedding) -> tuple[torch.Tensor, ...]:
+    """Rows [rows, ...] in parts whose logits are computed at a time."""
+    return torch.split(rows, max(1, LOGITS_BYTES // (4 * readout.vocabulary)))
 
 
-def _likeliest(rows: torch.Tensor, readout: Unembedding) -> list[int]:
-    """The top token of each row [rows, hidden]."""
-    return [token for logits in _logits(rows, readout) for token in logits.argmax(dim=-1).tolist()]
-
-
-def _read(rows: torch.Tensor, asked: Sequence[tuple[int, tuple[int, ...]]], readout: Unembedding) -> list[LayerTokens]:
-    """The top tokens of each row [rows, hidden], and the logprobs and ranks of its targets.
+def _scores(logits: torch.Tensor, targets: torch.Tensor, most: int) -> dict[str, torch.Tensor]:
+    """Each row's highest logit, its top tokens, and its targets' logprobs and ranks; equal ones share a rank.
 
     Args:
-        rows: Outputs of layers.
-        asked: For each row, the number of top tokens and the target ids.
-        readout: The model's final norm and head.
+        logits: [rows, vocabulary] float32.
+        targets: [rows, targets] token ids.
+        most: The number of top tokens.
     """
-    results: list[LayerTokens] = []
-    for logits in _logits(rows, readout):
-        some = asked[len(results) : len(results) + len(logits)]
-        finite = logits.amax(dim=-1).isfinite().tolist()
-        logprobs = logits.log_softmax(dim=-1)
-        top = ranked(logprobs, [top_k for top_k, _ in some])
-        targets = _ranks(logprobs, [targets for _, targets in some])
-        each = zip(top, targets, finite, strict=True)
-        results += [LayerTokens(likely, own) if sound else LayerTokens() for likely, own, sound in each]
-    return results
-
-
-def _ranks(logprobs: torch.Tensor, targets: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, float, int], ...]]:
-    """The (id, logprob, rank) of each row's targets; equal logprobs share a rank."""
-    widest = max(map(len, targets))
-    ids = torch.tensor([[*some, *[0] * (widest - len(some))] for some in targets], device=logprobs.device)
-    values = logprobs.gather(-1, ids.long())  # [rows, widest]
-    columns = [(logprobs > column[:, None]).sum(dim=-1) + 1 for column in values.unbind(-1)]
-    ranks = torch.stack(columns, dim=-1).tolist() if columns else [[]] * len(targets)
-    return [tuple(zip(*row, strict=False)) for row in zip(targets, values.tolist(), ranks, strict=True)]
+    logprobs = logits.log_softmax(dim=-1)
+    own = logprobs.gather(-1, targets)  # [rows, targets]
+    ranks = torch.empty_like(targets)
+    for i, column in enumerate(own.unbind(-1)):
+        ranks[:, i] = (logprobs > column[:, None]).sum(dim=-1) + 1
+    scores = {"targets": targets, "own": own, "ranks": ranks, "highest": logits.amax(dim=-1)}
+    return scores | ranked(logprobs, most)

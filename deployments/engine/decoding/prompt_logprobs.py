@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from deployments.engine.decoding.sampling import score
+from deployments.engine.decoding.logprobs import as_logprobs, score
 from deployments.engine.decoding.sampling_state import NEG_INF
+from deployments.engine.decoding.transfers import Download, to_device
 from deployments.engine.request import Logprob, Request
 
 LOGITS_BYTES = 256 << 20  # of float32 logits that one forward pass with such prompts may have
@@ -24,12 +26,7 @@ class PromptScores:
     """
 
     def __init__(self, request: Request, vocabulary: int) -> None:
-        """Initialize without scores.
-
-        Args:
-            request: The request, which sets the number of top tokens.
-            vocabulary: The number of logits of each token.
-        """
+        """Begin without scores; `vocabulary` is the number of logits of each token."""
         assert request.prompt_logprobs is not None
         self._prompt = request.prompt
         self._likeliest = request.prompt_logprobs
@@ -44,20 +41,24 @@ class PromptScores:
         return range(first, max(first, min(count, len(self._prompt) - 1 - start)))
 
     def read(self, logits: torch.Tensor) -> list[Logprob]:
-        """Score the next tokens, a few rows at a time.
+        """Score the next tokens, a few rows at a time, and wait for all of them once.
 
         Args:
             logits: [tokens, vocabulary] of the positions before them, as `wanted`.
         """
-        first = len(self.logprobs) + 1
-        tokens = torch.tensor(self._prompt[first : first + len(logits)], dtype=torch.long, device=logits.device)
-        logprobs: list[Logprob] = []
-        for rows, ids in zip(torch.split(logits, CHUNK), torch.split(tokens, CHUNK), strict=True):
-            self.finite &= bool(rows.amax(dim=-1).isfinite().all())
-            logprobs += score(rows, ids.clamp_max(rows.shape[-1] - 1), [self._likeliest] * len(ids))
+        first, vocabulary = len(self.logprobs) + 1, logits.shape[-1]
+        ids = np.array(self._prompt[first : first + len(logits)], np.int64)
+        (tokens,) = to_device([ids.clip(max=vocabulary - 1)], logits.device)
+        chunks = zip(torch.split(logits, CHUNK), torch.split(tokens, CHUNK), strict=True)
+        parts = [
+            {"highest": rows.amax(dim=-1).float()} | score(rows.float().log_softmax(dim=-1), some, self._likeliest)
+            for rows, some in chunks
+        ]
+        found = Download({name: torch.cat([part[name] for part in parts]) for name in parts[0]}).read()
+        self.finite &= bool(np.isfinite(found["highest"]).all())
         # An embedding may have more tokens than the head.
-        known = (tokens < logits.shape[-1]).tolist()
-        return [own if ok else own._replace(logprob=NEG_INF) for own, ok in zip(logprobs, known, strict=True)]
+        found["own"][ids >= vocabulary] = NEG_INF
+        return as_logprobs(found, [self._likeliest] * len(ids))
 
     def add(self, logprobs: list[Logprob]) -> None:
         """Append the result of `read` after the forward pass has succeeded."""

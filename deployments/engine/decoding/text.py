@@ -20,7 +20,7 @@ class TextStream:
         markers: Mapping[int, str] | None = None,
         before: int | None = None,
     ) -> None:
-        """Initialize an empty text.
+        """Begin an empty text.
 
         Args:
             tokenizer: The model's tokenizer.
@@ -29,6 +29,7 @@ class TextStream:
             before: The token that the text continues, if any.
         """
         self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
         self._waiting: list[int] = []  # tokens held back: bytes of an unfinished character, special tokens
         self._last = before  # the last token that was text
         self._before = self._context()  # the token before those that `close` decodes again
@@ -79,7 +80,7 @@ class TextStream:
     def _step(self, token: int) -> str | None:
         """The text that this token completes; None while a character is incomplete."""
         try:
-            text: str | None = self._stream.step(self._tokenizer.backend_tokenizer, token)
+            text: str | None = self._stream.step(self._backend, token)
         except Exception as error:
             # tokenizers raises nothing narrower. A decoder with byte fallback decodes invalid UTF-8 differently once
             # more text follows, and the stream refuses to change text that it has returned.
@@ -129,6 +130,10 @@ class TextStream:
 
     def _emit(self, hold: bool) -> str:
         pending = self._pending
+        if not self._stop:
+            self._emitted += len(pending)
+            self._pending = ""
+            return pending
         settled = self._settled - self._emitted
         # For each stop string that ends after the settled text: where it first ends, and where it starts.
         stops = [
@@ -147,7 +152,7 @@ class TextStream:
 
     def _held(self, pending: str) -> int:
         """Length of the longest suffix of `pending` that starts a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        longest = max(map(len, self._stop)) - 1
         for length in range(min(longest, len(pending)), 0, -1):
             if any(stop.startswith(pending[-length:]) for stop in self._stop):
                 return length

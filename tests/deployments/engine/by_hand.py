@@ -35,14 +35,11 @@ def one(edit: Edit, x: torch.Tensor, v: torch.Tensor | None) -> torch.Tensor:
             return v
 
 
-def by_hand(edit: Edit, rows: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Rows [tokens, ...] of a point with an edit, the first of them being token `first`."""
+def by_hand(edit: Edit, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [tokens, ...] of a point with an edit."""
     rows = rows.clone()
-    tokens = edit.tokens
-    for turn, position in enumerate(tokens.within(0, first + len(rows))):
-        if position < first:
-            continue
-        x = rows[position - first]
+    for turn, position in enumerate(edit.tokens.within(0, len(rows))):
+        x = rows[position]
         features = list(range(x.shape[-1])) if edit.features is None else list(edit.features)
         heads = edit.heads or (range(len(x)) if x.ndim > 1 else [None])
         for k, head in enumerate(heads):
@@ -61,15 +58,14 @@ def _in_order(edits: Sequence[Edit]) -> dict[HookSite, list[Edit]]:
     return {place: [edit for edit in edits if edit.point.place == place] for place in places}
 
 
-def _changed(value: Any, edits: Sequence[Edit], seen: Values, first: int = 0) -> Any:
+def _changed(value: Any, edits: Sequence[Edit], seen: Values) -> Any:
     """What takes the place of a module's value of one sequence; says in `seen` what it is at each point."""
     tensor = value[0] if isinstance(value, tuple) else value
     new = tensor
     for edit in edits:
-        new = by_hand(edit, new.reshape(-1, *edit.point.shape), first).reshape(tensor.shape)
+        new = by_hand(edit, new.reshape(-1, *edit.point.shape)).reshape(tensor.shape)
     for at in {edit.point for edit in edits}:
-        rows = new.reshape(-1, *at.shape)
-        seen[at.name] = torch.cat([seen[at.name], rows]) if at.name in seen else rows.clone()
+        seen[at.name] = new.reshape(-1, *at.shape).clone()
     return (new, *value[1:]) if isinstance(value, tuple) else new
 
 
@@ -99,11 +95,7 @@ def hooked(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[
                 hooks.callback(module.register_forward_hook(after(mine)).remove)
         ids = torch.tensor([list(tokens)], device=model.hf.device)
         logits = model.hf(input_ids=ids, use_cache=False).logits[0]
-    return logits.cpu(), _on_cpu(seen)
-
-
-def _on_cpu(values: Values) -> Values:
-    return {name: value.cpu() for name, value in values.items()}
+    return logits.cpu(), {name: value.cpu() for name, value in seen.items()}
 
 
 def _envoy(model: Model, place: HookSite) -> Any:
@@ -127,20 +119,4 @@ def traced(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[
                 module.output = _changed(module.output, mine, values)
         seen = nnsight.save(values)
         logits = nnsight.save(model.nnsight.output.logits)
-    return logits[0].cpu(), _on_cpu(seen)
-
-
-@torch.inference_mode()
-def generated(model: Model, prompt: Sequence[int], edit: Edit, new: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens of nnsight's `generate`, and the edited point's value [all tokens but the last, ...]."""
-    nnsight = import_nnsight()
-    module, values, settings = _envoy(model, edit.point.place), {}, {"max_new_tokens": new, "do_sample": False}
-    ids = torch.tensor([list(prompt)], device=model.device)
-    settings |= {"min_new_tokens": new, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    with model.nnsight.generate(ids, **settings) as tracer:
-        for step in tracer.iter[:new]:
-            first = len(prompt) + step - 1 if step else 0
-            module.output = _changed(module.output, [edit], values, first)
-        seen = nnsight.save(values)
-        tokens = nnsight.save(tracer.result)
-    return tokens[0, len(prompt) :].tolist(), seen[edit.point.name].cpu()
+    return logits[0].cpu(), {name: value.cpu() for name, value in seen.items()}

@@ -32,13 +32,6 @@ def test_a_stop_token_id_ends_the_text_before_it(ignore_eos, demo, drain, ending
     assert text == demo.tokenizer.decode(whole.tokens[:first], skip_special_tokens=True)
 
 
-def test_an_end_token_that_the_tokenizer_has_as_text_is_not_shown(tiny, ending_prompt, drain, endings):
-    model = tiny("qwen3")
-    finished, text = run(model, Request("a", ending_prompt, 20), drain, endings)
-    assert finished.tokens[-1] in model.eos
-    assert text == model.tokenizer.decode(finished.tokens[:-1])
-
-
 def test_min_tokens_keeps_the_end_token_from_being_drawn(tiny, ending_prompt, drain, endings):
     model = tiny("qwen3")
     early, _ = run(model, Request("early", ending_prompt, 20), drain, endings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import FunctionType
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from deployments.engine.capture.buffer import CaptureBuffer
+from deployments.engine.decoding import sampling
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request, Rows, Sampling
@@ -93,6 +95,7 @@ def test_a_broken_invariant_of_one_requests_rows_ends_its_recording_alone(
                 engine.written(event.id, event.captured.bytes)
         if engine.statistics.steps == 1:
             broken = next(seq for seq in engine._scheduler.running if seq.request.id == "0")
+            engine._worker.finish()
             broken.recording._filled += 1  # a row that no forward brought
     assert [done[request.id].tokens for request in requests] == [want.tokens for want in alone]
     assert done["0"].captured is None
@@ -114,7 +117,7 @@ def test_an_engine_in_which_no_forward_pass_works_ends(tiny, prompt, drain):
         raise AssertionError("a page is not there")
 
     engine = Engine(tiny("qwen3"))
-    engine._runner.run = FunctionType(run.__code__, {"__name__": "deployments.engine.runner"})  # as one of its own
+    engine._runner.launch = FunctionType(run.__code__, {"__name__": "deployments.engine.runner"})  # as one of its own
     for number in range(2):
         engine.submit(Request(str(number), prompt(4), 4))
     assert {event.reason for event in drain(engine)} == {"error"}
@@ -151,14 +154,41 @@ def test_a_broken_device_ends_the_engine(error, tiny, prompt, monkeypatch):
         hook.remove()
 
 
-def test_a_device_that_breaks_while_rows_leave_it_ends_the_engine(tiny, prompt, capturing, monkeypatch):
-    engine = Engine(tiny("qwen3"))
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_device_that_breaks_while_rows_leave_it_ends_the_engine(thread, tiny, prompt, capturing, monkeypatch):
+    engine = Engine(tiny("qwen3"), capture_thread=thread)
     request = capturing(engine.model, "a", prompt(4), 3, points=["layers.0.output"])
 
     def fails(*_):
         raise BROKEN
 
-    monkeypatch.setattr(CaptureBuffer, "write", fails)
+    monkeypatch.setattr(CaptureBuffer, "fill", fails)
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.generate([request])
+
+
+def test_a_forward_pass_launched_after_one_that_fails_leaves_no_rows(
+    tiny, prompt, capturing, lone_values, assert_rows_close, monkeypatch
+):
+    calls, read = itertools.count(1), sampling.Choice.read
+
+    def failing(choice):
+        if next(calls) % 7 == 0:
+            raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
+        return read(choice)
+
+    model = tiny("qwen3")
+    engine = Engine(model, fixed_memory=True)
+    recording = capturing(model, "rows", prompt(7), 2, points=["layers.*.output"])
+    recording = replace(recording, ignore_eos=True)
+    settings = [Sampling(0.1 + 0.05 * i, top_p=0.6, seed=i) for i in range(8)]
+    drawn = [Request(str(i), prompt(5, i), 30, each, ignore_eos=True) for i, each in enumerate(settings)]
+    want = Engine(model, fixed_memory=False).generate(drawn)
+    monkeypatch.setattr(sampling.Choice, "read", failing)
+    for together in ([recording], drawn, [recording], [*drawn, recording]):
+        done = {one.id: one for one in engine.generate(together)}
+        assert all(done[one.id].tokens == one.tokens for one in want if one.id in done)
+        if recorded := done.get("rows"):
+            for point, rows in lone_values(model, [*recording.prompt, *recorded.tokens], recording.points).items():
+                assert_rows_close(recorded.captured.values[point], rows, point)

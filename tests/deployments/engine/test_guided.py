@@ -60,10 +60,12 @@ def model(request, tiny, demo):
 
 @pytest.fixture(scope="module")
 def compiled(model):
-    grammars = GrammarCompiler(model)
-    return {
-        name: grammars.compile(f"start: {schema_rule(schema)}", "response_format") for name, schema in SCHEMAS.items()
-    }
+    return {name: grammar(model, schema) for name, schema in SCHEMAS.items()}
+
+
+@pytest.fixture(scope="module")
+def of_demo(demo):
+    return {name: grammar(demo, schema) for name, schema in SCHEMAS.items()}
 
 
 def said(model, finished):
@@ -98,28 +100,19 @@ def test_whatever_the_settings_a_text_that_stops_obeys_its_schema(model, compile
 
 
 @given(st.sampled_from(sorted(SCHEMAS)), st.randoms(use_true_random=False))
-def test_the_end_is_allowed_exactly_where_the_text_is_complete(demo, name, numbers):
-    stand = _kept(demo)[name].begin()
+def test_the_end_is_allowed_exactly_where_the_text_is_complete(demo, of_demo, name, numbers):
+    stand = of_demo[name].begin()
     tokens, ends = [], sorted(demo.eos)
     for _ in range(60):
         allowed = stand.allowed()
         text = demo.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         assert all(bool(allowed[end]) == _obeys(text, SCHEMAS[name]) for end in ends), text
-        going_on = [token for token in allowed.nonzero().flatten().tolist() if token not in demo.eos]
+        going_on = [token for token in allowed.nonzero()[0].tolist() if token not in demo.eos]
         if not going_on:
             break
         tokens.append(numbers.choice(going_on))
         stand.add(tokens[-1])
     assert stand.error is None
-
-
-KEPT = {}
-
-
-def _kept(model):
-    if not KEPT:
-        KEPT.update({name: grammar(model, schema) for name, schema in SCHEMAS.items()})
-    return KEPT
 
 
 def _obeys(text, schema):
@@ -258,7 +251,7 @@ def use_up(model, shared):
     while not shared.worn:
         row = shared.begin()
         for _ in range(60):
-            going_on = set(row.allowed().nonzero().flatten().tolist()) - model.eos
+            going_on = set(row.allowed().nonzero()[0].tolist()) - model.eos
             if not going_on:
                 break
             row.add(numbers.choice(sorted(going_on)))

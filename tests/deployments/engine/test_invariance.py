@@ -15,7 +15,7 @@ from deployments.engine import sequence as sequence_module
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request, Sampling
-from deployments.model.kv_cache import PAGE
+from deployments.model.batch import PAGE
 from deployments.model.model import Model
 from deployments.model.packing import UnsupportedModelError
 from deployments.points.interventions import Intervention

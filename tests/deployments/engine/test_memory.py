@@ -13,8 +13,8 @@ from deployments.engine.decoding.sampling import choose
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request
 from deployments.model import device_memory
+from deployments.model.batch import PAGE, SequenceKv
 from deployments.model.device_memory import left_in_container
-from deployments.model.kv_cache import PAGE, SequenceKv
 from deployments.model.model import Model
 
 
@@ -27,10 +27,10 @@ def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, m
     engine.step()
     forward = Model.forward
 
-    def out_of_memory_while_another_runs(model, ids, spans, *rest, **options):
-        if len(spans) > 1 and len(ids) > 50:
+    def out_of_memory_while_another_runs(model, batch, *rest, **options):
+        if len(batch.spans) > 1 and batch.rows > 50:
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
-        return forward(model, ids, spans, *rest, **options)
+        return forward(model, batch, *rest, **options)
 
     monkeypatch.setattr(Model, "forward", out_of_memory_while_another_runs)
     engine.submit(requests[1])
@@ -169,7 +169,8 @@ def test_no_memory_for_the_draw_costs_no_request_and_no_row_twice(
         return choose(*args)
 
     monkeypatch.setattr("deployments.engine.output_processor.choose", short_of_memory_once)
-    engine = Engine(model, prefill_tokens=prefill_tokens)  # some chunks end right before a token that was recorded
+    # Some chunks end right before a token that was recorded.
+    engine = Engine(model, prefill_tokens=prefill_tokens, fixed_memory=False)
     for request, tokens, done in zip(requests, want, engine.generate(requests), strict=True):
         assert (done.error, list(done.tokens)) == (None, tokens)
         sequence = [*request.prompt, *tokens]
@@ -185,10 +186,10 @@ def test_of_prompts_that_find_no_memory_together_none_is_refused(tiny, prompt, m
     want = [list(done.tokens) for done in Engine(model).generate(requests)]
     forward = Model.forward
 
-    def room_for_three(model, ids, spans, *rest, **options):
-        if len(spans) > 3:
+    def room_for_three(model, batch, *rest, **options):
+        if len(batch.spans) > 3:
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
-        return forward(model, ids, spans, *rest, **options)
+        return forward(model, batch, *rest, **options)
 
     monkeypatch.setattr(Model, "forward", room_for_three)
     done = Engine(model).generate(requests)

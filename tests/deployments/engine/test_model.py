@@ -6,7 +6,7 @@ import torch
 from deployments.demo_model import WEIGHTS
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request
-from deployments.model import attention, native
+from deployments.model import kv_cache, native
 from deployments.model.load import load
 from deployments.model.model import Model
 from deployments.model.packing import UnsupportedModelError
@@ -94,7 +94,7 @@ def test_float16_models_are_served(build, byte_tokenizer, prompt):
 def test_without_a_compiler_torchs_operations_give_the_same(
     architecture, build, byte_tokenizer, prompt, capturing, lone_values, assert_rows_close, monkeypatch
 ):
-    monkeypatch.setattr(attention, "attention_kernel", lambda _: None)
+    monkeypatch.setattr(kv_cache, "attention_kernel", lambda _: None)
     model = Model(build(architecture), byte_tokenizer, architecture)
     assert model.packs
     points = ["layers.*.output", "layers.*.attention.weights"]

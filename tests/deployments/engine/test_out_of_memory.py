@@ -61,10 +61,10 @@ def test_a_request_that_finds_no_memory_at_all_ends_alone_and_says_how_much_it_n
     requests = [Request(str(length), prompt(length), 8, ignore_eos=True) for length in (30, 900, 200)]
     want = [done.tokens for done in Engine(model).generate(requests)]
 
-    def no_memory_for_long_ones(model, ids, spans, *rest, **options):
-        if any(span.start + span.count > 500 for span in spans):
+    def no_memory_for_long_ones(model, batch, *rest, **options):
+        if any(span.start + span.count > 500 for span in batch.spans):
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
-        return forward(model, ids, spans, *rest, **options)
+        return forward(model, batch, *rest, **options)
 
     monkeypatch.setattr(Model, "forward", no_memory_for_long_ones)
     short, long, other = Engine(model).generate(requests)

@@ -38,27 +38,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize(("architecture", "attent
 
 
 class Submit(NamedTuple):
-    """A request to send.
+    """A request to send."""
 
-    Attributes:
-        length: Its prompt's.
-        max_tokens: At most so many new ones.
-        tokens: Of which it captures; None captures nothing.
-        points: "every", "canonical", "few" or "patterns".
-        logprobs: As in a request.
-        prompt_logprobs: As in a request.
-        lens: Of all layers, with so many tokens of each.
-        breaks: Where in its prompt the rare token stands, as a part of its length; or, as a string, what is added
-            to that token's logit, for it to be drawn sooner or later.
-    """
-
-    length: int
+    length: int  # its prompt's
     max_tokens: int
-    tokens: Any = None
-    points: str = "canonical"
+    tokens: Any = None  # of which it captures; None captures nothing
+    points: str = "canonical"  # or every, few, patterns
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    lens: int | None = None
+    lens: int | None = None  # of all layers, with so many tokens of each
+    # Where in its prompt the rare token stands, as a part of its length; a string is added to that token's logit, for
+    # it to be drawn sooner or later.
     breaks: float | str | None = None
 
 
@@ -109,15 +99,18 @@ class Served:
                     self._step()
         for _ in range(ENDLESS):
             if not self._step():
-                if not self._unwritten:
+                if self._unwritten:
+                    self._write(0)
+                elif not self.engine.statistics.running:
                     return
-                self._write(0)
+                else:  # rows are on their way
+                    self._step(wait=True)
         raise AssertionError("it does not come to an end")
 
-    def _step(self) -> bool:
+    def _step(self, wait: bool = False) -> bool:
         """One step; whether it was a forward."""
         numbers = self.engine.statistics
-        before, new = numbers.steps, self.engine.step()
+        before, new = numbers.steps, self.engine.step(wait)
         assert numbers.kv_bytes <= numbers.kv_budget_bytes
         self.events += new
         self._unwritten += [(e.id, e.captured.bytes) for e in new if isinstance(e, Rows | Finished) and e.captured]

@@ -11,16 +11,15 @@ from zlib import crc32
 
 import pytest
 import torch
-from by_hand import generated, hooked, traced
+from by_hand import hooked, traced
 from by_hand import point as point_of
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
-from deployments.engine.request import Sampling
 from deployments.places.hook_site import Point
-from tests.deployments.conftest import DEVICE, SERVED
+from tests.deployments.conftest import DEVICE
 
 OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace", "replace by rows")
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
@@ -31,24 +30,14 @@ pytestmark = pytest.mark.slow
 
 
 class Asked(NamedTuple):
-    """An edit.
-
-    Attributes:
-        op: What it does.
-        at: Which point of the model's, counted round and round.
-        canonical: Of those with canonical names alone.
-        tokens: Of which tokens.
-        part: All of a row, some of its features, or some heads where it has any.
-        scale: The factor, how much is added, or where is clamped.
-        seed: Of its numbers.
-    """
+    """An edit of the point with this number, counted round and round, among those with canonical names or all."""
 
     op: str
     at: int
     canonical: bool
     tokens: str
-    part: str
-    scale: float
+    part: str  # all of a row, some of its features, or some heads where it has any
+    scale: float  # the factor, how much is added, or where is clamped
     seed: int
 
     def edit(self, points: Sequence[Point], prompt: int) -> Edit:
@@ -139,49 +128,3 @@ def test_each_operation_anywhere_is_the_same_edit_by_hand_and_by_nnsight(
                     assert row[token] >= row.max() - 1e-3
 
     holds()
-
-
-def test_what_nnsight_generates_with_an_edit_is_what_the_engine_does(
-    architecture, tiny, prompt, capturing, same_tokens, assert_rows_close
-):
-    """Each of four edits at a module that returns a tuple or at one that returns a tensor, two at either."""
-    pytest.importorskip("nnsight")
-    model, ids = tiny(architecture), prompt(8)
-    tensor = "layers.0.output" if architecture.startswith("opt") else "layers.0.mlp.output"  # OPT has no such module
-    places = [point_of(model, name) for name in ("layers.1.attention.output", tensor)]
-    assert places[0].shape == places[1].shape
-    drawn = torch.randn(places[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    rows = torch.randn(3, *places[0].shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    # Half of the architectures have the first two edits at the tuple, the others at the tensor.
-    a, b = places if list(SERVED).index(architecture) % 2 else reversed(places)
-    edits = [
-        Edit(a, "add", vector=2 * drawn),
-        Edit(a, "scale", Tokens(len(ids)), low=-1.5),
-        Edit(b, "project_out", Tokens(0, len(ids)), vector=drawn),
-        Edit(b, "replace", Tokens(few=(2, len(ids), len(ids) + 1)), vector=rows),
-    ]
-    endless = Sampling(0.0, min_tokens=NEW)
-    sent = [
-        replace(capturing(model, str(i), ids, NEW, points=[edit.point.name]), edits=(edit,), sampling=endless)
-        for i, edit in enumerate(edits)
-    ]
-    for edit, end in zip(edits, Engine(model).generate(sent), strict=True):
-        tokens, values = generated(model, ids, edit, NEW)
-        logits, _ = hooked(model, [*ids, *end.tokens], [edit])
-        alike = len(ids) + same_tokens(end.tokens, tokens, logits[len(ids) - 1 :])
-        name = edit.point.name
-        assert_rows_close(end.captured.values[name][:alike], values[:alike], name, 1e-3)
-
-
-@pytest.fixture(scope="session")
-def same_tokens():
-    """How many tokens are alike, but for the last; where others follow, the model all but tied."""
-
-    def same(got, want, logits):
-        first = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
-        if first is None:
-            return len(got) - 1
-        assert logits[first, got[first]] - logits[first, want[first]] < 1e-3, (got, want)
-        return first
-
-    return same

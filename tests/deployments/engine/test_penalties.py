@@ -11,8 +11,9 @@ from transformers import (
 )
 
 from deployments.engine import sequence
-from deployments.engine.decoding.sampling import NO_TOKEN_LEFT, adjust, choose
+from deployments.engine.decoding.sampling import NO_TOKEN_LEFT, adjust, adjustments, choose
 from deployments.engine.decoding.sampling_state import SamplingState
+from deployments.engine.decoding.transfers import to_device
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Delta, Request, Sampling
@@ -69,7 +70,8 @@ def having_said(request, answer, vocabulary=VOCABULARY):
 def test_every_row_of_a_batch_is_adjusted_as_transformers_adjusts_it_alone(batch, seed):
     logits = 3 * torch.randn(len(batch), VOCABULARY, generator=torch.Generator().manual_seed(seed))
     scores = logits.to(DEVICE, copy=True)
-    adjust(scores, [having_said(request, answer) for request, answer in batch])
+    states = [having_said(request, answer) for request, answer in batch]
+    adjust(scores, to_device(adjustments(states, 0, VOCABULARY), scores.device))
     for got, row, (request, answer) in zip(scores.cpu(), logits, batch, strict=True):
         torch.testing.assert_close(got[None], processed(row, request, answer), rtol=1e-5, atol=1e-5)
 
@@ -96,18 +98,6 @@ def test_a_penalty_on_what_was_said_keeps_a_greedy_text_from_repeating_itself(ti
     settings = Sampling(0.0, presence_penalty=1000.0)
     (said,) = Engine(tiny("qwen3")).generate([Request("a", prompt(5), 60, settings, ignore_eos=True)])
     assert len(set(said.tokens)) == 60
-
-
-def test_bias_forces_one_token_and_forbids_another(tiny, prompt):
-    model = tiny("qwen3")
-    plain = Request("plain", prompt(6), 12, ignore_eos=True)
-    forced = Request("forced", prompt(6), 12, Sampling(1.0, logit_bias={77: 100.0}), ignore_eos=True)
-    (first,) = Engine(model).generate([plain])
-    forbidden = Request("not", prompt(6), 12, Sampling(0.0, logit_bias={first.tokens[0]: -100.0}), ignore_eos=True)
-    same, always, never = Engine(model).generate([plain, forced, forbidden])
-    assert list(same.tokens) == list(first.tokens)
-    assert list(always.tokens) == [77] * 12
-    assert first.tokens[0] not in never.tokens
 
 
 def test_settings_that_leave_no_token_end_their_row_alone():

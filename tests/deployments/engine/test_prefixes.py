@@ -14,8 +14,8 @@ from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import NO_PAGE, KvMemory
 from deployments.engine.request import Request
-from deployments.model import attention
-from deployments.model.kv_cache import PAGE, SequenceKv
+from deployments.model import kv_cache
+from deployments.model.batch import PAGE, SequenceKv
 from deployments.model.model import Model
 
 BEGINNING = 3 * PAGE  # tokens
@@ -83,7 +83,7 @@ def test_what_an_edit_changed_is_neither_taken_nor_given(two, tiny):
 
 def test_what_a_failed_forward_pass_may_have_spoiled_is_not_given(two, build, byte_tokenizer, monkeypatch):
     """In torch's attention, a value that is not finite spoils earlier rows of its prompt, too."""
-    monkeypatch.setattr(attention, "attention_kernel", lambda _: None)
+    monkeypatch.setattr(kv_cache, "attention_kernel", lambda _: None)
     model = Model(build("qwen3"), byte_tokenizer, "qwen3")
     spoiled, sound = two[0], replace(two[1], prompt=[*two[0].prompt[:-1], 251])
     spoiled = replace(spoiled, prompt=[*spoiled.prompt[:-1], 250])

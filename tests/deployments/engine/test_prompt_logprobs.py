@@ -87,7 +87,7 @@ def test_a_prompt_that_loses_its_pages_between_two_chunks_is_scored_once(tiny, p
 
 def test_the_head_runs_over_last_tokens_and_the_prompts_that_are_scored_alone(head_rows, prompt, drain):
     model, rows = head_rows
-    engine = Engine(model)
+    engine = Engine(model, fixed_memory=False)
     for seed, (id, likeliest) in enumerate((("a", None), ("b", 1), ("c", None))):
         engine.submit(Request(id, prompt(20, seed), 2, prompt_logprobs=likeliest, ignore_eos=True))
     rows.clear()

@@ -213,11 +213,11 @@ def test_a_gate_acts_on_the_row_whose_value_opens_it(model, readout, point) -> N
     for at in range(len(PROMPT)):
         want = plain.captured.values[point][at] * (1.5 if values[at] > middle else 1.0)
         torch.testing.assert_close(done.captured.values[point][at], want)
-    said = asked.edits[0].report.changed
+    rows, kept, mean, largest = asked.edits[0].report.summary
     opened = sum(values[at] > middle for at in range(len(PROMPT)))
-    assert (said.rows, said.kept) == (opened, len(PROMPT) - opened)
-    assert said.mean == pytest.approx(0.5, rel=1e-3)
-    assert said.largest == pytest.approx(0.5, rel=1e-3)
+    assert (rows, kept) == (opened, len(PROMPT) - opened)
+    assert mean == pytest.approx(0.5, rel=1e-3)
+    assert largest == pytest.approx(0.5, rel=1e-3)
 
 
 def test_a_gate_behind_its_point_acts_on_the_next_row(model) -> None:
@@ -246,9 +246,9 @@ def test_a_gate_opens_after_rows_in_a_row_also_when_the_prompt_comes_in_chunks(m
     for chunks in (1024, 7, 1):
         asked = request(model, "a", prompt, 1, ["early"], changes)
         Engine(model, prefill_tokens=chunks).generate([asked])
-        kept = asked.edits[0].report.changed
-        assert (kept.rows, kept.kept) == (sum(opened), len(opened) - sum(opened))
-        assert 0 < kept.rows < len(prompt)
+        rows, kept, *_ = asked.edits[0].report.summary
+        assert (rows, kept) == (sum(opened), len(opened) - sum(opened))
+        assert 0 < rows < len(prompt)
 
 
 def test_an_answer_ends_before_the_token_that_would_follow_the_row_that_met_the_condition(model) -> None:

@@ -14,7 +14,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
 from deployments.errors import RequestError
-from deployments.model import attention
+from deployments.model.attention import reference
 from deployments.model.model import Model
 from deployments.places import attention_patterns
 from deployments.places.attention_patterns import sdpa_with_patterns, showing
@@ -67,7 +67,7 @@ def test_neighbours_keep_every_bit(name, tiny, prompt, capturing):
             capturing(model, "b", prompt(11), 20, points=others),
             capturing(model, "c", prompt(13), 20, points=others),
         ]
-        return Engine(model, prefill_tokens=32).generate(requests)
+        return Engine(model, prefill_tokens=32, fixed_memory=False).generate(requests)
 
     without, beside = neighbour(["layers.1.output"]), neighbour([*EVERY, "layers.1.output"])
     for one, other in zip(without, beside, strict=True):
@@ -79,7 +79,7 @@ def test_neighbours_keep_every_bit(name, tiny, prompt, capturing):
 def test_of_rows_and_layers_that_nobody_records_nothing_is_computed(tiny, prompt, capturing, monkeypatch):
     model, rows = tiny("qwen3"), []
     compute = attention_patterns.patterns_of
-    monkeypatch.setattr(attention, "patterns_of", lambda query, *rest: rows.append(len(query)) or compute(query, *rest))
+    monkeypatch.setattr(reference, "patterns_of", lambda query, *rest: rows.append(len(query)) or compute(query, *rest))
     requests = [Request(str(i), prompt(9, i), 6) for i in range(3)]
     Engine(model).generate([*requests, capturing(model, "a", prompt(9), 6, points=WEIGHTS[1:2], tokens="generated")])
     assert rows == [1] * 6  # a decode for each token

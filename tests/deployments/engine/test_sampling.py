@@ -1,15 +1,14 @@
 """Tokens are drawn from the same distribution as with transformers' warpers."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from deployments.engine.decoding.sampling import NOT_FINITE, choose, draw, weigh
+from deployments.engine.decoding.sampling import NOT_FINITE, choose, draw, draw_arrays, launch, weigh
 from deployments.engine.decoding.sampling_state import SamplingState
+from deployments.engine.decoding.transfers import to_device
 from deployments.engine.engine import Engine
 from deployments.engine.request import GREEDY, Request, Sampling
 from tests.deployments.conftest import DEVICE
@@ -29,10 +28,12 @@ def warped(logits, sampling):
     return scores.softmax(dim=-1)[0]
 
 
-def probabilities(logits, sampling):
-    """[vocabulary], as a row is drawn by them."""
-    weights = weigh(logits[None].clone(), [sampling])[0].cpu()
-    return weights / weights.sum()
+def weighed(logits, samplings):
+    """The weights [rows, vocabulary], each row sorted in full at once."""
+    states = [SamplingState(Request("", [1], 9, one), frozenset(), logits.shape[-1]) for one in samplings]
+    weights = logits.clone()
+    weigh(weights, *to_device(draw_arrays(states), logits.device), width=logits.shape[-1])
+    return weights
 
 
 def random_logits(seed, scale=2.0, vocabulary=VOCABULARY):
@@ -43,21 +44,11 @@ def sampler(sampling, prompt=(1,), **fields):
     return SamplingState(Request("", prompt, 100, sampling, **fields), frozenset(), VOCABULARY)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k", "min_p"),
-    list(itertools.product([0.3, 1.0, 1.7], [0.2, 0.7, 1.0], [0, 1, 5, 500], [0.0, 0.05, 0.4])),
-)
-def test_probabilities_equal_transformers_warpers(temperature, top_p, top_k, min_p):
-    sampling = Sampling(temperature, top_p, top_k, min_p=min_p)
-    logits = random_logits(seed=1)
-    torch.testing.assert_close(probabilities(logits, sampling), warped(logits, sampling))
-
-
 samplings = st.builds(
     Sampling,
     temperature=st.floats(0.05, 2),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
-    top_k=st.integers(0, 40),
+    top_k=st.one_of(st.integers(0, 40), st.just(500)),
     min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
 )
 
@@ -65,7 +56,7 @@ samplings = st.builds(
 @given(st.lists(st.tuples(st.integers(0, 99), samplings), min_size=1, max_size=6))
 def test_any_settings_in_one_batch_give_each_row_transformers_probabilities(batch):
     logits = torch.stack([random_logits(seed, scale=3.0) for seed, _ in batch])
-    weights = weigh(logits.clone(), [sampling for _, sampling in batch]).cpu()
+    weights = weighed(logits, [sampling for _, sampling in batch]).cpu()
     for row, got, (_, sampling) in zip(logits, weights, batch, strict=True):
         torch.testing.assert_close(got / got.sum(), warped(row, sampling), rtol=1e-4, atol=1e-6)
 
@@ -73,7 +64,7 @@ def test_any_settings_in_one_batch_give_each_row_transformers_probabilities(batc
 @pytest.mark.parametrize("sampling", [Sampling(top_k=2000), Sampling(top_p=0.97), Sampling(1.5, 0.9, 2500, min_p=1e-3)])
 def test_a_nucleus_wider_than_the_first_look_is_found_whole(sampling):
     rows = [random_logits(seed, scale, vocabulary=3000) for seed, scale in enumerate([0.1, 8.0, 0.5])]
-    weights = weigh(torch.stack(rows), [sampling] * 3).cpu()
+    weights = weighed(torch.stack(rows), [sampling] * 3).cpu()
     for row, got in zip(rows, weights, strict=True):
         torch.testing.assert_close(got / got.sum(), warped(row, sampling), rtol=1e-4, atol=1e-7)
 
@@ -81,7 +72,7 @@ def test_a_nucleus_wider_than_the_first_look_is_found_whole(sampling):
 def test_equals_of_the_last_token_kept_are_kept_with_it():
     logits = torch.tensor([3.0, 2.0, 2.0, 2.0, 0.0], device=DEVICE)
     for sampling in (Sampling(top_k=2), Sampling(top_p=0.6)):
-        assert probabilities(logits, sampling).nonzero().flatten().tolist() == [0, 1, 2, 3]
+        assert weighed(logits[None], [sampling])[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -103,10 +94,10 @@ def test_of_two_likeliest_greedy_settings_take_the_same():
 def test_numbers_spread_evenly_draw_each_token_as_often_as_its_probability():
     grid = 4000
     logits = random_logits(seed=5)
-    weights = weigh(logits.expand(grid, -1).clone(), [Sampling(1.3, min_p=0.02)] * grid)
-    numbers = [(i + 0.5) / grid for i in range(grid)]
-    drawn = draw(weights, numbers, torch.zeros(grid, dtype=torch.int64, device=DEVICE)).cpu()
-    shares = torch.bincount(drawn, minlength=VOCABULARY) / grid
+    numbers = ((torch.arange(grid, device=DEVICE) + 0.5) / grid)[:, None]
+    weights = weighed(logits[None], [Sampling(1.3, min_p=0.02)]).expand(grid, -1)
+    tokens = draw(weights, numbers, torch.zeros(grid, dtype=torch.int64, device=DEVICE)).cpu()
+    shares = torch.bincount(tokens, minlength=VOCABULARY) / grid
     torch.testing.assert_close(shares, warped(logits, Sampling(1.3, min_p=0.02)), rtol=0, atol=2 / grid)
 
 
@@ -114,8 +105,8 @@ def test_numbers_spread_evenly_draw_each_token_as_often_as_its_probability():
 def test_a_token_of_no_probability_is_never_drawn(number):
     logits = random_logits(seed=3)
     logits[::2] = logits[-1] = -torch.inf
-    weights = weigh(logits[None].clone(), [Sampling()])
-    assert weights[0, draw(weights, [number], logits.argmax()[None])] > 0
+    weights = weighed(logits[None], [Sampling()])
+    assert weights[0, draw(weights, torch.tensor([[number]], device=DEVICE), logits.argmax()[None])] > 0
 
 
 rows = st.tuples(
@@ -155,6 +146,39 @@ def test_rows_get_the_same_whatever_their_neighbours_even_where_these_are_not_fi
         alone = choose(random_logits(seed)[None], [make(sampling)])
         assert together.tokens[i] == alone.tokens[0]
         assert together.logprobs[i] == alone.logprobs[0]
+
+
+def test_a_token_launched_ahead_is_the_one_chosen_in_turn():
+    settings = [
+        Sampling(seed=1),
+        Sampling(0.0, min_tokens=1),
+        Sampling(1.0, 0.8, 5, seed=2, logit_bias={3: 2.0}),
+        GREEDY,
+    ]
+    logits = torch.stack([random_logits(row) for row in range(4)])
+    logits[:, 7] += 20  # 7 ends the text
+    in_turn, ahead = ([sampler(one, stop_token_ids=(7,), logprobs=2) for one in settings] for _ in range(2))
+    choices = [launch(logits, ahead), launch(logits, ahead, ahead=1)]
+    for turn, choice in enumerate(choices):
+        want = choose(logits, in_turn)
+        assert choice.tokens.tolist() == want.tokens
+        assert choice.read() == want
+        assert (want.tokens[1] == 7) == (turn > 0)
+        for state, token in zip(in_turn, want.tokens, strict=True):
+            state.add(token)
+
+
+def test_a_row_wider_than_the_first_look_is_drawn_again():
+    logits = torch.stack([random_logits(1, 0.1, vocabulary=3000), random_logits(2, 8.0, vocabulary=3000)])
+    request = Request("", [1], 100, Sampling(top_p=0.5, seed=1), logprobs=1)
+    states = [SamplingState(request, frozenset(), 3000) for _ in range(2)]
+    first, in_full = launch(logits, states), launch(logits, states, width=3000)
+    read = first.read()
+    assert (first.tokens != in_full.tokens).nonzero().flatten().tolist() == [0]
+    assert read == in_full.read()
+    for row, token in enumerate(read.tokens):
+        assert warped(logits[row], request.sampling)[token] > 0
+        assert read.logprobs[row].logprob == pytest.approx(logits[row].log_softmax(-1)[token].item())
 
 
 def test_the_models_logits_stay_as_they_are():

@@ -98,14 +98,6 @@ def test_a_character_waits_for_its_last_byte(byte_tokenizer):
     assert [text.add(token) for token in encode(byte_tokenizer, "a€b")] == ["a", "", "", "€", "b"]
 
 
-def test_an_unfinished_character_comes_as_a_replacement_at_the_end(byte_tokenizer):
-    tokens = encode(byte_tokenizer, "a€")[:-1]
-    back, chunks, _ = stream(byte_tokenizer, tokens)
-    assert chunks[0] == "a"
-    assert back == byte_tokenizer.decode(tokens)
-    assert back.startswith("a\ufffd")
-
-
 def until_stop(texts: list[str], stops: list[str], min_tokens: int = 0) -> str | None:
     """The text before the stop string that is complete first, the earliest where several end together.
 
@@ -174,13 +166,6 @@ def test_which_stop_string_ends_a_text_does_not_hang_on_its_tokens(demo, words, 
 def test_text_held_back_for_a_stop_string_comes_when_it_is_none(byte_tokenizer):
     text = TextStream(byte_tokenizer, ("STOP",))
     assert [text.add(token) for token in encode(byte_tokenizer, "aSTOx")] == ["a", "", "", "", "STOx"]
-
-
-def test_text_held_back_comes_at_the_end(byte_tokenizer):
-    tokens = encode(byte_tokenizer, "aSTO")
-    _, chunks, stopped = stream(byte_tokenizer, tokens, ("STOP",))
-    assert chunks[-1] == "STO"
-    assert not stopped
 
 
 def test_before_min_tokens_a_stop_string_is_text_but_what_begins_one_waits(byte_tokenizer):

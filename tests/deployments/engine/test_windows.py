@@ -16,8 +16,8 @@ from deployments.engine.kv_memory import NO_PAGE, KvMemory, pages_for
 from deployments.engine.request import Finished, Request
 from deployments.engine.scheduler import MIN_PROMPT_TOKENS
 from deployments.errors import RequestError
-from deployments.model import attention
-from deployments.model.kv_cache import PAGE
+from deployments.model import kv_cache
+from deployments.model.batch import PAGE
 
 WINDOW, CONTEXT, NEW = 24, 256, 8
 LENGTHS = (1, 23, 40, 90, 120)
@@ -51,7 +51,7 @@ def attending(how):
     """While open, the compiled kernel computes attention, or torch's operations do."""
     with pytest.MonkeyPatch.context() as patch:
         if how == "torch":
-            patch.setattr(attention, "attention_kernel", lambda _: None)
+            patch.setattr(kv_cache, "attention_kernel", lambda _: None)
         yield
 
 
@@ -62,7 +62,7 @@ def with_pages(model, pages, **options):
 def spoil(engine):
     """Have nothing finite in pages that nobody holds or may come to share."""
     for layer in engine._memory.cache._layers.values():
-        for part in layer:
+        for part in (layer.keys, layer.values):
             part[engine._memory._free] = torch.nan
 
 

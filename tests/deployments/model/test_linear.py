@@ -11,8 +11,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from deployments.model import fast_layers
+from deployments.model.batch import Batch, SequenceKv, TokenSpan
 from deployments.model.fast_layers import SIZES, Switch, replace_linear_layers
-from deployments.model.kv_cache import PagedCache, SequenceKv, TokenSpan
+from deployments.model.kv_cache import PagedCache
 from deployments.model.packing import relative_error
 from deployments.tiles import TILE
 
@@ -78,7 +79,8 @@ def test_forward_passes_and_the_lens_multiply_by_onednn(tiny, name, monkeypatch)
     monkeypatch.setattr(nn.functional, "linear", refuse)
     monkeypatch.setattr(torch, "addmm", refuse)
     with torch.inference_mode():
-        assert model.forward([3, 4, 5], [TokenSpan(SequenceKv([0]), 0, 3)], [2], PagedCache(1)).isfinite().all()
+        batch = Batch([3, 4, 5], [TokenSpan(SequenceKv([0]), 0, 3)], [2], model.device)
+        assert model.forward(batch, PagedCache(1)).isfinite().all()
         assert model.unembedding.logits(torch.randn(2, model.config.hidden_size)).isfinite().all()
 
 

@@ -8,15 +8,30 @@ import pytest
 import torch
 from torch.nn import functional
 
-from deployments.model import attention
-from deployments.model.kv_cache import PAGE, Packed, PagedCache, SequenceKv, TokenSpan
+from deployments.model import kv_cache
+from deployments.model.attention import c_kernel, flash, reference, registration
+from deployments.model.attention.softmax import Softmax
+from deployments.model.batch import PAGE, Batch, SequenceKv, TokenSpan
+from deployments.model.kv_cache import PagedCache
 from deployments.model.native import attention_kernel
-from deployments.model.tables import Mask, pages_of, reads, uploaded
 
 SIZE = 24
 SPANS = [(70, 1), (3, 1), (0, 1), (0, 40), (100, 3), *((20 + n, 1) for n in range(12))]  # (start, tokens)
 
 pytestmark = pytest.mark.cpu
+
+
+def random_rows(lengths, heads, kv_heads, window):
+    """Spans of (start, tokens), a layer of pages before them, and their query, key and value."""
+    pages = iter(range(64))
+    spans = [TokenSpan(SequenceKv([*islice(pages, -(-(start + n) // PAGE))]), start, n) for start, n in lengths]
+    query, key, value = (torch.randn(1, of, sum(n for _, n in lengths), SIZE) for of in (heads, kv_heads, kv_heads))
+    cache = PagedCache(64)
+    cache.update(key, value, 0)
+    layer = cache.take_new(key, window)
+    layer.keys.normal_()
+    layer.values.normal_()
+    return spans, layer, (query, key, value)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -25,34 +40,23 @@ pytestmark = pytest.mark.cpu
 def test_a_row_alone_has_the_bits_that_it_has_beside_others(kv_heads, group, window, monkeypatch):
     if (run := attention_kernel(torch.float32)) is None:
         pytest.skip("there is no C compiler")
-    monkeypatch.setattr(attention, "THREAD_PRODUCTS", 1)  # as many threads as there are, for any number of products
+    monkeypatch.setattr(c_kernel, "THREAD_PRODUCTS", 1)  # as many threads as there are, for any number of products
     torch.manual_seed(0)
     sinks = torch.randn(kv_heads * group)
-    softmax = attention._Softmax(0.2, window, 0.0, sinks)
-    cache, page = PagedCache(64), 0
-    spans = []
-    for start, count in SPANS:
-        pages = range(page, page := page + -(-(start + count) // PAGE))
-        spans.append(TokenSpan(SequenceKv([*pages]), start, count))
-    rows = sum(count for _, count in SPANS)
-    query, key, value = (torch.randn(1, heads, rows, SIZE) for heads in (kv_heads * group, kv_heads, kv_heads))
-    cache.update(key, value, 0)
-    layer = cache.take_new(key, window)
-    layer.keys.normal_()
-    layer.values.normal_()
+    softmax = Softmax(0.2, window, 0.0, sinks)
+    spans, layer, tensors = random_rows(SPANS, kv_heads * group, kv_heads, window)
+    rows = sum(span.count for span in spans)
 
     def attend(of: list[TokenSpan], first: int, count: int) -> torch.Tensor:
-        parts = (tensor[:, :, first : first + count].contiguous() for tensor in (query, key, value))
-        return attention._by_kernel(run, Packed(of), layer, *parts, softmax)
+        parts = (tensor[:, :, first : first + count].contiguous() for tensor in tensors)
+        batch = Batch([0] * count, of, None, torch.device("cpu"))
+        return c_kernel.attend(run, batch, layer, *parts, softmax)
 
-    together, first = attend(spans, 0, rows), 0
+    together, wanted, first = attend(spans, 0, rows), torch.empty(rows, kv_heads * group, SIZE), 0
+    batch = Batch([0] * rows, spans, None, torch.device("cpu"))
+    reference.attend(batch, range(len(spans)), layer, tensors[0], softmax, wanted)
+    torch.testing.assert_close(together, wanted)
     for span in spans:
-        (pages,) = uploaded([pages_of(span)], query.device)
-        keys, values = attention._gathered(layer, span, pages, SIZE)
-        mask = Mask(reads(span, window, query.device))
-        rows_of = slice(first, first + span.count)
-        wanted = attention._products(query[:, :, rows_of], keys, values, mask, softmax)[0].transpose(0, 1)
-        torch.testing.assert_close(together[rows_of], wanted)
         for row in range(span.count):
             one = attend([TokenSpan(span.kv, span.start + row, 1)], first + row, 1)
             assert torch.equal(one[0], together[first + row])
@@ -76,18 +80,11 @@ def test_prompts_in_one_call_get_what_each_gets_alone(window, monkeypatch):
         return torch.cat(out)
 
     torch.manual_seed(0)
-    softmax = attention._Softmax(0.2, window, 0.0, None)
-    pages = iter(range(64))
-    lengths = [(30, 1), (0, 40), (100, 3), (0, 17)]
-    spans = [TokenSpan(SequenceKv([*islice(pages, -(-(start + n) // PAGE))]), start, n) for start, n in lengths]
-    query, key, value = (torch.randn(1, heads, sum(n for _, n in lengths), SIZE) for heads in (4, 2, 2))
-    cache = PagedCache(64)
-    cache.update(key, value, 0)
-    layer = cache.take_new(key, window)
-    layer.keys.normal_()
-    layer.values.normal_()
-    packed = Packed(spans)
-    alone = attention._by_torch(packed, layer, query, key, value, softmax)
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
-    monkeypatch.setattr(attention, "_fits_flash", lambda *_: True)
-    torch.testing.assert_close(attention._by_torch(packed, layer, query, key, value, softmax), alone)
+    softmax = Softmax(0.2, window, 0.0, None)
+    monkeypatch.setattr(kv_cache, "attention_kernel", lambda _: None)
+    spans, layer, rows = random_rows([(30, 1), (0, 40), (100, 3), (0, 17)], 4, 2, window)
+    batch = Batch([0] * sum(span.count for span in spans), spans, None, torch.device("cpu"))
+    alone = registration._attend_in_parts(batch, layer, *rows, softmax)
+    monkeypatch.setattr(flash, "varlen_attn", varlen)
+    monkeypatch.setattr(flash, "takes", lambda *_: True)
+    torch.testing.assert_close(registration._attend_in_parts(batch, layer, *rows, softmax), alone)
