@@ -109,8 +109,8 @@ class Options(BaseModel):
         threads: torch threads of each replica; by default the machine's cores divided by `num_replicas`.
         batch_invariant: Give each sequence the same bits (tokens, logprobs, activations) whatever shares its forward
             passes, on the same machine. On CPUs, in float32 and bfloat16; prompts run more slowly.
-        cuda_graphs: Whether a GPU replays decode steps as CUDA graphs, where a step can be captured as one (`auto`), or
-            runs every operation by itself (`off`).
+        cuda_graphs: Whether a GPU replays decode steps as CUDA graphs, where they can be captured, and launches each
+            before the tokens of the last are known (`auto`), or runs every operation by itself (`off`).
         max_running: The most sequences of a replica that share a forward pass.
         max_queued: The most further sequences that wait in a replica's queue; more get 429.
         prefill_tokens: The most prompt tokens of one forward pass; at most a fifth of it while streams decode. A

@@ -23,7 +23,7 @@ from deployments.engine.edits import Signature
 from deployments.engine.kv_memory import KvMemory, pages_for
 from deployments.engine.scheduler import Chunk
 from deployments.model.batch import FIELDS, Batch, TokenSpan
-from deployments.model.device_memory import is_broken
+from deployments.model.device_memory import is_broken, is_out_of_memory
 from deployments.model.model import Model
 from deployments.places.hook_site import HookSite
 
@@ -141,21 +141,43 @@ class DecodeSteps:
         if step.captured:
             graph, logits = step.captured
             graph.replay()
+        elif self._graphs and step.uses == WARM_UPS:
+            logits = self._tried(step, batch)
         else:
             logits = self._forward(step, batch)
         return logits, step.plan.effects()
 
+    def _tried(self, step: DecodeStep, batch: Batch) -> torch.Tensor:
+        """Run a step that is captured next; if it waits for the GPU, no step is captured, because that would fail.
+
+        A failed capture leaves torch's allocator in a state that it does not leave again. Not run on a GPU yet.
+        """
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return self._forward(step, batch)
+        except RuntimeError as error:
+            if is_broken(error) or is_out_of_memory(error):
+                raise
+            self._give_up(error)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return self._forward(step, batch)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("decode steps run without CUDA graphs, because one cannot be captured: %s", error)
+        self._graphs = False
+
     def _capture(self, step: DecodeStep, batch: Batch) -> None:
         """Capture a step, which does not run it; if that fails, no step is captured any more. Not run on a GPU yet."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others copy rows
                 logits = self._forward(step, batch)
-        except RuntimeError as error:  # an operation of an unusual model waits for the device, for example
-            if is_broken(error):
+        except Exception as error:  # of an unusual model
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own
+            if is_broken(error) or is_out_of_memory(error):
                 raise
-            logger.warning("decode steps run without CUDA graphs, because one cannot be captured: %s", error)
-            self._graphs = False
+            self._give_up(error)
         else:
             step.captured = graph, logits
 

@@ -290,12 +290,13 @@ class Engine:
         """Process the result of a forward pass, after launching the next one if that is possible."""
         launched, choice = self._flying or (self._runner.launch(chunks), None)
         self._flying = None
+        ahead = self._may_run_ahead(launched)
         if choice is None:
-            if not launched.fixed or not all(self._output.may_run_ahead(seq) for seq in launched.sequences):
+            if not ahead:
                 self._output.advance(launched.commit())
                 return
             choice = self._output.choose(launched.sequences, launched.logits)
-        following = self._launched_after(launched, choice)
+        following = self._launched_after(launched, choice) if ahead else None
         try:
             chosen, outcome = choice.read(), launched.commit()
         except Exception:
@@ -318,14 +319,17 @@ class Engine:
                 self._note_memory()
         return chunks
 
+    def _may_run_ahead(self, launched: Launched) -> bool:
+        """Whether the next forward pass can be launched before the result of this one is known."""
+        waiting = len(self._scheduler.waiting)
+        may = launched.fixed and self._inbox.empty() and waiting <= self._left
+        may = may and (self._ahead < MOST_AHEAD or not waiting) and self._scheduler.may_run_ahead(launched.chunks)
+        may = may and all(self._output.may_run_ahead(seq) for seq in launched.sequences)
+        self._ahead = self._ahead + 1 if may else 0
+        return may
+
     def _launched_after(self, before: Launched, choice: Choice) -> tuple[Launched, Choice] | None:
         """The next forward pass of the same sequences, launched with tokens that only the device knows yet."""
-        waiting = len(self._scheduler.waiting)
-        may = self._inbox.empty() and waiting <= self._left and (self._ahead < MOST_AHEAD or not waiting)
-        may = may and self._scheduler.may_run_ahead(before.chunks)
-        self._ahead = self._ahead + 1 if may else 0
-        if not may:
-            return None
         launched = None
         try:
             chunks = [Chunk(chunk.sequence, chunk.start + 1, 1, chunk.row) for chunk in before.chunks]

@@ -73,9 +73,11 @@ class OutputProcessor:
 
     @staticmethod
     def may_run_ahead(seq: Sequence) -> bool:
-        """Whether to launch a sequence's next forward pass before its next token is known on the host."""
-        state = seq.sampling_state
-        return not (seq.ending or seq.request.stop_when or state.needs_last)
+        """Whether to launch a sequence's next forward pass before its next token is known on the host.
+
+        The host waits for the values of a lens and of readouts in each step, and so would wait for the next one.
+        """
+        return not (seq.ending or seq.reads or seq.request.lens or seq.sampling_state.needs_last)
 
     @staticmethod
     def choose(seqs: list[Sequence], logits: torch.Tensor, ahead: int = 0) -> Choice:

@@ -60,7 +60,7 @@ class Launched:
 
 
 class Runner:
-    """Runs sequences through the model. A failure leaves sequences and recordings unchanged."""
+    """Runs sequences through the model. A failed launch leaves sequences and recordings unchanged."""
 
     def __init__(self, model: Model, memory: KvMemory, ring: CaptureRing, steps: DecodeSteps | None) -> None:
         """Initialize a runner; `steps` runs decode steps with memory at fixed addresses, if they are to run so."""

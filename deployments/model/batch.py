@@ -179,7 +179,10 @@ def _single_units(rows: int) -> torch.Tensor:
 
 
 def uploaded(numbers: np.ndarray, device: torch.device, buffer: torch.Tensor | None = None) -> torch.Tensor:
-    """int32 numbers on a device, at the beginning of a buffer if there is one; the host does not wait for a GPU."""
+    """int32 numbers on a device, at the beginning of a buffer if there is one; the host does not wait for a GPU.
+
+    Not run with a buffer on a GPU yet.
+    """
     host = torch.from_numpy(numbers)
     if device.type == "cuda":
         host = host.pin_memory()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 # Why a kernel cannot be compiled or started: Triton's own errors, no driver, no C compiler, too little shared memory.
-FAILURES = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
+FAILURES = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError, AssertionError, ImportError)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(float("-inf"))

@@ -7,6 +7,7 @@ that the host passes depends on lengths, so a CUDA graph of a call serves rows o
 from __future__ import annotations
 
 import functools
+import logging
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from deployments.model.attention import reference
 from deployments.model.attention.softmax import Softmax
 from deployments.model.batch import PAGE, Batch, PagePlaces, SequenceKv, TokenSpan
+from deployments.model.device_memory import is_out_of_memory
 from deployments.model.kv_cache import LayerPages
 from deployments.model.native import triton_kernels
 
@@ -23,6 +25,7 @@ BLOCK_HEADS = LEAST  # of a program; the heads that share a key head are padded 
 MOST_KEYS = 128  # that a program reads at once
 TILE_BYTES = 32 << 10  # of keys and values that a program reads at once; it keeps two in its shared memory
 NO_WINDOW = (1 << 31) - 1
+logger = logging.getLogger(__name__)
 TRIED_AT, TRIED_WINDOW = (0, 21, 300), 250  # positions of the rows of a trial
 
 
@@ -123,9 +126,14 @@ def unusable(kind: Kind) -> str | None:
     if (kernels := triton_kernels()) is None:
         return "Triton is not installed"
     try:
-        return next((f"its {wrong} are not torch's" for splits in (1, 4) if (wrong := _trial(kind, splits))), None)
+        reason = next((f"its {wrong} are not torch's" for splits in (1, 4) if (wrong := _trial(kind, splits))), None)
     except kernels.FAILURES as error:
-        return f"it does not run: {error}"
+        if is_out_of_memory(error):
+            raise
+        reason = f"it does not run: {error}"
+    if reason:
+        logger.warning("torch's attention and no CUDA graphs run decodes, without the kernel in Triton: %s", reason)
+    return reason
 
 
 @torch.inference_mode()
