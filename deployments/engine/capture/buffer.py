@@ -276,7 +276,7 @@ class CaptureBuffer:
     def _make_room(self, rows: int) -> None:
         """Ensure that the stacks have space for this many rows."""
         room = self._stacks[0].shape[1] if self._stacks else 0
-        if rows <= room:
+        if rows <= room or not self.kinds:  # readouts may be recorded without a point
             return
         # A window of decoded rows may arrive when a chunk is nearly full.
         token_bytes = self._sizes.of(range(self.rows, self.rows + 1))
