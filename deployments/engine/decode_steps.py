@@ -25,6 +25,7 @@ from deployments.engine.scheduler import Chunk
 from deployments.model.batch import FIELDS, Batch, TokenSpan
 from deployments.model.device_memory import is_broken, is_out_of_memory
 from deployments.model.model import Model
+from deployments.model.packing import TOLERANCE, relative_error
 from deployments.places.hook_site import HookSite
 
 SIZES = (1, 2, 4, *range(8, 129, 8))  # of the rows of a step; above these, multiples of the largest distance
@@ -136,13 +137,13 @@ class DecodeSteps:
         if tokens is not None:
             batch.feed(tokens)
         step.uses += 1
-        if self._graphs and step.uses > WARM_UPS and not step.captured and not step.uses_tables:
-            self._capture(step, batch)
         if step.captured:
             graph, logits = step.captured
             graph.replay()
         elif self._graphs and step.uses == WARM_UPS:
             logits = self._tried(step, batch)
+        elif self._graphs and step.uses > WARM_UPS and not step.uses_tables:
+            logits = self._captured(step, batch)
         else:
             logits = self._forward(step, batch)
         return logits, step.plan.effects()
@@ -163,9 +164,23 @@ class DecodeSteps:
             torch.cuda.set_sync_debug_mode("default")
         return self._forward(step, batch)
 
-    def _give_up(self, error: Exception) -> None:
-        logger.warning("decode steps run without CUDA graphs, because one cannot be captured: %s", error)
+    def _captured(self, step: DecodeStep, batch: Batch) -> torch.Tensor:
+        """Run a step, capture it, and use the graph from now on if it gives the same. Not run on a GPU yet."""
+        eager = self._forward(step, batch).clone()
+        self._capture(step, batch)
+        if step.captured:
+            graph, logits = step.captured
+            graph.replay()
+            differing = relative_error(logits.nan_to_num(), eager.nan_to_num())
+            if not differing <= TOLERANCE.get(eager.dtype, 1e-1):
+                self._give_up(f"its logits differ by {differing:.1%} of their norm")
+        return eager
+
+    def _give_up(self, reason: Exception | str) -> None:
+        logger.warning("decode steps run without CUDA graphs, because one cannot be captured: %s", reason)
         self._graphs = False
+        for step in self._steps.values():
+            step.captured = None
 
     def _capture(self, step: DecodeStep, batch: Batch) -> None:
         """Capture a step, which does not run it; if that fails, no step is captured any more. Not run on a GPU yet."""

@@ -7,6 +7,7 @@ schedule, also where each step is launched before the tokens of the last are kno
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,3 +187,29 @@ def test_a_step_whose_attention_reads_tables_of_the_host_is_not_captured(
     monkeypatch.setattr(decode_steps.DecodeSteps, "_capture", lambda _, step, batch: tried.append(step))
     engine.generate([request(model, "plain", 0, prompt(9), 9)])
     assert bool(tried) == captured
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_replayed_graph_reads_what_is_new_and_one_with_other_logits_is_not_used(
+    sound, tiny, prompt, monkeypatch, caplog
+):
+    """A stand-in for a graph runs the step again, with the batch and the memory of its capture."""
+    model, replays = tiny("qwen3"), []
+
+    def capture(steps, step, batch):
+        def replay():
+            replays.append(step)
+            logits.copy_(steps._forward(step, batch) if sound else torch.zeros_like(logits))
+
+        logits = torch.empty(step.rows, model.vocabulary)
+        step.captured = SimpleNamespace(replay=replay), logits
+
+    monkeypatch.setattr(decode_steps.DecodeSteps, "_capture", capture)
+    ours, theirs = ([request(model, way, 2, prompt(9), 20) for way in ("plain", "layers", "steered")] for _ in range(2))
+    engine = Engine(model, fixed_memory=True)
+    engine._runner._steps._graphs = True
+    for mine, other in zip(ours, theirs, strict=True):
+        (got,), (want,) = engine.generate([mine]), Engine(model).generate([other])
+        assert outcome(got, mine.edits) == outcome(want, other.edits)
+    assert (len(replays) > 40) == sound
+    assert ("its logits differ" in caplog.text) != sound
