@@ -6,6 +6,8 @@ import os
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -19,7 +21,6 @@ from deployments.model.kv_cache import LayerPages
 from tests.deployments.model.test_norms import assert_values_and_bits
 
 DEVICE = torch.device(os.environ.get("VITRINE_TEST_DEVICE", "cpu"))
-LENGTHS = (1, 16, 150)
 # The interpreter computes with bfloat16's bits as if they were integers.
 DTYPES = (torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else []))
 
@@ -85,19 +86,20 @@ class Rows:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "width", "window", "softcap", "with_sinks", "splits"),
-    [
-        (2, 2, 64, 64, 0, 0.0, False, 1),
-        (4, 2, 80, 80, 0, 0.0, False, 2),
-        (7, 1, 128, 128, 5, 0.0, True, 1),
-        (8, 1, 24, 16, 37, 3.0, True, 4),
-        (14, 2, 16, 40, 1, 3.0, False, 2),
-        (20, 1, 64, 64, 100, 0.0, False, 8),  # more heads than one program takes
-    ],
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 170), min_size=1, max_size=3),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 2, 7, 8, 20]),  # the last has more heads than one program takes
+    sizes=st.sampled_from([(64, 64), (80, 80), (24, 16), (16, 40)]),
+    window=st.integers(0, 180),
+    softcap=st.sampled_from([0.0, 3.0]),
+    with_sinks=st.booleans(),
+    splits=st.integers(1, 8),
 )
-def test_decoded_rows_attend_as_by_torch(heads, kv_heads, dim, width, window, softcap, with_sinks, splits, dtype):
-    rows = Rows(LENGTHS, heads, kv_heads, dim, width, dtype, window)
+def test_decoded_rows_attend_as_by_torch(lengths, kv_heads, group, sizes, window, softcap, with_sinks, splits, dtype):
+    heads = kv_heads * group
+    rows = Rows(lengths, heads, kv_heads, *sizes, dtype, window)
     sinks = torch.randn(heads, device=DEVICE) if with_sinks else None
     out, wanted = rows.run(splits, softcap, sinks)
     assert out.dtype == dtype
