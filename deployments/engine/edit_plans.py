@@ -13,6 +13,7 @@ import torch
 
 from deployments.engine.edits import ActingEdits, Edit, EditKey, Norms, Report, Signature, union, with_slots
 from deployments.engine.scheduler import Chunk
+from deployments.model.batch import uploaded
 from deployments.places.hook_site import HookSite
 from deployments.readouts.reading import ReadoutReader
 
@@ -290,7 +291,7 @@ class StaticPlan:
         if filled != before:
             self._host[2][:, [row for row in range(self._host.shape[-1]) if row not in filled]] = 0
             if self._numbers.is_cuda:  # from pinned memory of its own: the host may write the next step's at once
-                self._numbers.copy_(torch.from_numpy(self._host).pin_memory(), non_blocking=True)
+                uploaded(self._host, self._numbers.device, self._numbers)
             torch.ne(self._numbers[2], 0, out=self._active)
         self._filled = filled
 

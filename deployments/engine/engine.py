@@ -323,8 +323,9 @@ class Engine:
         """Whether the next forward pass can be launched before the result of this one is known."""
         waiting = len(self._scheduler.waiting)
         may = launched.fixed and self._inbox.empty() and waiting <= self._left
-        may = may and (self._ahead < MOST_AHEAD or not waiting) and self._scheduler.may_run_ahead(launched.chunks)
+        may = may and (self._ahead < MOST_AHEAD or not waiting)
         may = may and all(self._output.may_run_ahead(seq) for seq in launched.sequences)
+        may = may and self._scheduler.may_run_ahead(launched.chunks)  # takes pages, so it comes last
         self._ahead = self._ahead + 1 if may else 0
         return may
 

@@ -13,7 +13,6 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 PAGE = 16  # positions: one, two or four vectors of the C kernel
-PAGE_BITS = 4
 UNIT_ROWS = 24  # rows of a sequence that a thread takes at once; divisible into groups of 6 and of 8 vectors
 FIELDS = 5  # numbers of each row: id, position, page, offset, start
 
@@ -121,8 +120,8 @@ class Batch:
         fields = np.empty((FIELDS, self.rows), np.int32)
         if own < self.rows:
             fields[:, own:] = [[0], [0], [padding_page], [0], [len(pages) - 1]]
-        own_pages = pages[np.minimum(starts + (positions >> PAGE_BITS), len(pages) - 1)]  # a lone model has no pages
-        fields[:, :own] = (ids, positions, own_pages, positions & (PAGE - 1), starts)
+        own_pages = pages[np.minimum(starts + positions // PAGE, len(pages) - 1)]  # a lone model has no pages
+        fields[:, :own] = (ids, positions, own_pages, positions % PAGE, starts)
         self.reads = int(positions.sum()) + own
         host = np.concatenate([fields.ravel(), np.asarray(wanted or (), np.int32), pages])
         self._buffer = uploaded(host, device, buffer)
@@ -179,7 +178,7 @@ def _single_units(rows: int) -> torch.Tensor:
 
 
 def uploaded(numbers: np.ndarray, device: torch.device, buffer: torch.Tensor | None = None) -> torch.Tensor:
-    """int32 numbers on a device, at the beginning of a buffer if there is one; the host does not wait for a GPU.
+    """Numbers on a device, at the beginning of a buffer if there is one; the host does not wait for a GPU.
 
     Not run with a buffer on a GPU yet.
     """

@@ -113,9 +113,12 @@ def shown_patterns(
 
 def _pages(batch: Batch, index: int, device: torch.device) -> torch.Tensor:
     """The pages of a span up to its end."""
-    span = batch.spans[index]
-    pages = span.kv.pages[: -(-(span.start + span.count) // PAGE)]
-    held: torch.Tensor = batch.table(("pages", device, index), lambda: torch.tensor(pages, device=device))
+
+    def pages() -> torch.Tensor:
+        span = batch.spans[index]
+        return torch.tensor(span.kv.pages[: -(-(span.start + span.count) // PAGE)], device=device)
+
+    held: torch.Tensor = batch.table(("pages", device, index), pages)
     return held
 
 
