@@ -9,7 +9,7 @@ LOCKED := $(PIP) --require-hashes
 # Each of many processes would compile torch and Ray again: their first import takes 26 s then, and 10 s otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-collecting bench-writing bench-reading clean
+.PHONY: help demo serve smollm2 test test-fast test-all chaos coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-scaling bench-collecting bench-writing bench-reading clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -36,6 +36,10 @@ test-fast: $(VENV)/.ready-dev  ## what needs no server, for every edit: under th
 test-all: lint  ## the same with the tests that take minutes, and ten times as many examples of each property
 	$(PYTEST) --hypothesis-profile=many
 
+chaos: $(VENV)/.ready-dev  ## faults of a cluster under load, all or one: make chaos CHAOS=9 SEED=3 (as root, with redis-server)
+	@rm -f build/chaos.md
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/chaos -v; status=$$?; cat build/chaos.md; exit $$status
+
 coverage: $(VENV)/.ready-dev  ## the tests again, and which lines and branches they reach
 	$(BIN)/coverage erase
 	HF_HUB_OFFLINE=1 $(BIN)/coverage run -m pytest -n 3 -m "not long"
@@ -61,16 +65,19 @@ lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
 	$(BIN)/python locks/lock.py
 
-bench: bench-engine bench-serving bench-collecting bench-writing bench-reading  ## all benchmarks but bench-gpu, one after another
+bench: bench-engine bench-serving bench-scaling bench-collecting bench-writing bench-reading  ## all benchmarks but bench-gpu, one after another
 
 bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
 
-bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transformers, and speed
+bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: its tests and its speed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.gpu
 
 bench-serving: $(VENV)/.ready-dev  ## the cost of HTTP, beside transformers serve and vLLM (which it installs: 3.4 GB)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving
+
+bench-scaling: $(VENV)/.ready-dev  ## replicas behind one ingress, and what the ingress and the proxy cost
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.scaling
 
 bench-collecting: $(VENV)/.ready-dev  ## ways to collect activations compared with a script and the engine alone
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.activations.collecting

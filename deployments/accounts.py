@@ -17,4 +17,15 @@ class Account:
         return self.is_admin or (owner is not None and owner == self.owner)
 
 
+@dataclass(frozen=True)
+class Exactly(Account):
+    """Reads only what has the same owner, or only what has none."""
+
+    is_admin: bool = False
+
+    def may_change(self, owner: str | None) -> bool:
+        """Whether the owner is the same."""
+        return owner == self.owner
+
+
 OPERATOR = Account()

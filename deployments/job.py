@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from deployments.accounts import OPERATOR, Account
 from deployments.activations.facts import SessionName
+from deployments.conditions import Condition
 from deployments.engine.request import Sampling
 from deployments.errors import RequestError
 from deployments.messages import Refusal
 from deployments.points.capture import Capture
 from deployments.points.interventions import Intervention
 from deployments.points.logit_lens import LogitLens
-from deployments.readouts.spec import AskedReadout, Condition
+from deployments.readouts.spec import AskedReadout
 
 Ending = Literal["answer", "message", "turn"]  # of a prompt: where an answer begins, in the last message, or after it
 _INTERVENTION = re.compile(r"interventions\[(\d+)\]")

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from deployments.conditions import Monitor
 from deployments.errors import nearest
 from deployments.savepoint import Savepoint
+from deployments.scaling import Autoscaling
+from deployments.uris import check_uri
 
 DEMO = "vitrine-demo"
 NO_MODEL = "none"
 SMOLLM2 = "smollm2"
 STORE_VARIABLE = "VITRINE_ACTIVATIONS"
 GGUF = ".gguf"
-# What may stand before a host as a plain name: an Azure container, a user of HDFS, Google's `anonymous`.
-_NAMED_BEFORE_HOST = frozenset({"abfs", "abfss", "hdfs", "viewfs", "gs", "gcs"})
-# Settings of Arrow's file systems that are no keys; what is not known may be one.
-_SETTINGS = frozenset(
-    {
-        *("region", "scheme", "endpoint_override", "force_virtual_addressing", "smart_defaults", "role_arn"),
-        *("session_name", "allow_bucket_creation", "allow_bucket_deletion"),
-        *("check_directory_existence_before_creation", "blob_storage_authority", "dfs_storage_authority"),
-        *("blob_storage_scheme", "dfs_storage_scheme", "enable_tls", "credential_kind", "tenant_id", "client_id"),
-        *("project_id", "retry_limit_seconds", "user", "replication", "buffer_size", "default_block_size"),
-    }
-)
-_SETTING = re.compile(r"[][\w.:/+-]*")  # no address with a password, and no settings within a setting
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "eager", "sdpa"]
 
@@ -53,30 +53,6 @@ def default_models_dir() -> Path:
     return home() / "models"
 
 
-def check_uri(uri: str) -> str:
-    """Return a URI of object storage that holds no key.
-
-    Raises:
-        ValueError: It may hold one; the message says where keys belong, and does not repeat the URI.
-    """
-    url = urlsplit(uri)
-    name, _, host = url.netloc.rpartition("@")
-    settings = parse_qsl(url.query, keep_blank_values=True)
-    if (
-        "@" in f"{name}{url.path}{url.query}"
-        or url.fragment
-        or (name and (url.scheme not in _NAMED_BEFORE_HOST or ":" in name))
-        or not re.fullmatch(r"([^:]*|\[.*\])(:\d+)?", host)  # `id:key` where no bucket follows
-        or not all(key in _SETTINGS and _SETTING.fullmatch(value) for key, value in settings)
-    ):
-        raise ValueError(
-            "a URI must not contain keys, nor settings other than region, endpoint_override, scheme and the like: give "
-            "S3's keys as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or by the machine's role, and those of other "
-            "storage in the environment; in a path write '@' as %40"
-        )
-    return uri
-
-
 def fits_header(key: str) -> bool:
     """Whether an HTTP header can hold an API key: printable ASCII without spaces around it."""
     return key.isascii() and key.isprintable() and key == key.strip()
@@ -89,8 +65,10 @@ class Options(BaseModel):
         model: A repository id, a name below `models_dir`, the absolute path of a directory or of a GGUF file,
             `vitrine-demo` (the model that ships with the project), or `none` to start without a model.
         model_id: The name that requests give as `model`, and that `/v1/models` and stored runs show. By default it is
-            `model` itself; of a path it is the last name, without `.gguf`.
+            `model` itself, with an adapter `model+adapter`; of a path it is the last name, without `.gguf`.
         revision: The repository's branch, tag or commit.
+        adapter: A LoRA adapter in PEFT's format, which is merged into the weights: a repository id, a name below
+            `models_dir`, or the absolute path of a directory.
         dtype: The weights' dtype; `auto` is the checkpoint's own. In 16 bits, a request's tokens may depend on the
             other requests of its batch: use `float32` for experiments if the model is small enough. A processor without
             instructions for bfloat16 is several times slower in it than in `float32`.
@@ -102,11 +80,16 @@ class Options(BaseModel):
         max_seq_len: A context shorter than the model's, in tokens.
         savepoints: Points of the model with names of their own. `store_activations` without `capture` records them.
         num_replicas: Copies of the model, each with its own weights.
+        autoscaling: Fields of Ray Serve's `AutoscalingConfig` instead of `num_replicas`, such as `{"min_replicas": 0,
+            "max_replicas": 4}`: Serve then starts and stops replicas with the load. By default,
+            `target_ongoing_requests` is 0.75 of `max_running`, and at least one replica starts.
+        max_surge_percent: Further replicas, in percent of all, that a redeployment starts before it stops old ones;
+            they need CPUs, GPUs and memory beside the old ones.
         num_cpus: CPUs that each replica reserves in Ray. The default is a fraction, so that on two cores the
             evaluator's tasks also find room. `threads` sets torch's threads.
         num_gpus: GPUs of each replica; by default 1 where the cluster has a GPU, else 0. With a fraction, such as 0.5,
             replicas share a GPU.
-        threads: torch threads of each replica; by default the machine's cores divided by `num_replicas`.
+        threads: torch threads of each replica; by default the machine's cores divided by the most replicas.
         batch_invariant: Give each sequence the same bits (tokens, logprobs, activations) whatever shares its forward
             passes, on the same machine. On CPUs, in float32 and bfloat16; prompts run more slowly.
         cuda_graphs: Whether a GPU replays decode steps as CUDA graphs, where they can be captured, and launches each
@@ -118,17 +101,22 @@ class Options(BaseModel):
         kv_fraction: The most memory for keys and values of a replica: a fraction of what is free at start, which
             replicas on CPUs, and those that share a GPU, divide among them; or a size such as `2GiB`.
         request_timeout_s: Seconds after which a request gets 504.
-        api_keys_file: A file of API keys, each as `role:key` or `role@name:key`. Like the variable `VITRINE_API_KEYS`
-            it is read when the application is built; only digests of the keys leave that process.
+        requests_per_minute: The most chats and completions of each owner of API keys, admins as well; more get 429.
+            Without keys, of all clients together. By default no limit.
+        tokens_per_minute: The same for tokens of prompts and answers, counted when a request ends. By default no limit.
+        api_keys_file: A file of API keys, each as `role:key` or `role@name:key`, where the application is built and on
+            Ray's head node, which reads it again when it changes. The variable `VITRINE_API_KEYS` is read when the
+            application is built.
         open: Start without API keys on addresses that other machines can reach, and answer everybody.
         insecure_ray: Start on a Ray cluster without token authentication. Everybody who reaches its ports can run code.
         allowed_hosts: Names by which requests may call a server without API keys, besides localhost and loopback
             addresses; `*` is any. Behind a proxy that serves other machines, the names by which they call the proxy.
         cors_origins: Origins whose pages may read answers; none by default. `*` is any, and needs API keys.
-        max_client_store_bytes: The most bytes of all tensor files that clients store, and as many of all readouts. One
-            file may take a sixteenth of it: a tensor file at most 64 MiB, a readout at most 1 GiB; larger ones get 413.
+        max_client_store_bytes: The most bytes of all tensor files that clients store, and as many of all readouts and
+            of all lenses. One file may take a sixteenth of it: a tensor file at most 64 MiB, a readout or lens at most
+            1 GiB; larger ones get 413.
         max_request_tensor_bytes: The most bytes that a replica's requests hold together of vectors, tensors and stored
-            rows for interventions, and as many of readouts' tensors on its device.
+            rows for interventions, and as many of readouts' and lenses' tensors on its device.
         capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. If the disk is
             slower than the model, requests that record wait for it.
         max_capture_bytes: The most bytes that one request may record, all its choices together.
@@ -157,6 +145,9 @@ class Options(BaseModel):
         client_code_timeout_s: Seconds after which a client's job is stopped.
         client_code_memory_bytes: Host memory of a client's job beyond the weights, which it shares. Its result may
             have a sixteenth of it.
+        monitors: Readouts that read every chat and completion. No field of a request switches them off.
+            `docs/readouts.md` describes their fields.
+        monitor_log: A directory of JSON lines, one for each answer, with what the monitors read. By default none.
         public_url: The server's address as clients reach it, if their requests do not show it, for example behind a
             proxy that ends TLS. Large results of clients' jobs are fetched from it, and `/v1/models` shows it, so it
             must not have a user, key or query.
@@ -167,6 +158,7 @@ class Options(BaseModel):
     model: str = Field(default=DEMO, min_length=1)
     model_id: str | None = Field(default=None, min_length=1, max_length=256)
     revision: str | None = None
+    adapter: str | None = Field(default=None, min_length=1)
     dtype: Dtype = "auto"
     attention: Attention = "auto"
     device: str | None = None
@@ -175,6 +167,8 @@ class Options(BaseModel):
     max_seq_len: int | None = Field(default=None, ge=2)
     savepoints: tuple[Savepoint, ...] = Field(default=(), max_length=256)
     num_replicas: int = Field(default=1, ge=1)
+    autoscaling: Autoscaling = None
+    max_surge_percent: int = Field(default=0, ge=0, le=100)
     num_cpus: float = Field(default=0.5, ge=0)
     num_gpus: float | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
@@ -185,6 +179,8 @@ class Options(BaseModel):
     prefill_tokens: int | None = Field(default=None, ge=1)
     kv_fraction: float | str = 0.5
     request_timeout_s: float = Field(default=600, gt=0)
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
     api_keys_file: str | None = Field(default=None, min_length=1)
     open: bool = False
     insecure_ray: bool = False
@@ -208,6 +204,8 @@ class Options(BaseModel):
     client_code_sandbox: Literal["auto", "none"] = "auto"
     client_code_timeout_s: float = Field(default=300, gt=0)
     client_code_memory_bytes: int = Field(default=4 << 30, ge=1)
+    monitors: tuple[Monitor, ...] = Field(default=(), max_length=64)
+    monitor_log: str | None = Field(default=None, pattern="^[/~]")
     public_url: str | None = Field(default=None, pattern=r"^https?://[^\s]+[^/\s]$")
 
     @field_validator("allowed_hosts", "cors_origins", mode="before")
@@ -284,6 +282,33 @@ class Options(BaseModel):
             )
         return value
 
+    @field_validator("autoscaling", "monitors", "savepoints", mode="before")
+    @classmethod
+    def _reads_json(cls, value: Any) -> Any:
+        """An argument of `serve run` is text."""
+        return json.loads(value) if isinstance(value, str) else value
+
+    @field_validator("monitors")
+    @classmethod
+    def _have_names_of_their_own(cls, value: tuple[Monitor, ...]) -> tuple[Monitor, ...]:
+        for one, other in itertools.combinations(value, 2):
+            if one.called == other.called and (one.model is None or other.model in (None, one.model)):
+                raise ValueError(f"two monitors are called {one.called!r}: set the field name of one of them")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_serve(self) -> Options:
+        if self.num_gpus and self.num_gpus > 1 and not self.num_gpus.is_integer():
+            raise ValueError("num_gpus must be at most 1, or whole: replicas with several GPUs share none")
+        if self.autoscaling is not None and self.num_replicas != 1:
+            raise ValueError("set either num_replicas or autoscaling, which has min_replicas and max_replicas")
+        return self
+
+    @property
+    def most_replicas(self) -> int:
+        """The most replicas at the same time, except during a redeployment."""
+        return self.num_replicas if self.autoscaling is None else int(self.autoscaling.get("max_replicas", 1))
+
     @property
     def kv_bytes(self) -> int | None:
         """The size in `kv_fraction`, if it is one."""
@@ -306,10 +331,8 @@ class Options(BaseModel):
 
     @property
     def served_name(self) -> str:
-        """The id that clients name the model by: of a path its last name."""
-        if self.model_id or not self.model.startswith(("/", "~")):
-            return self.model_id or self.model
-        return Path(self.model).name.removesuffix(GGUF) or self.model
+        """The id that clients name the model by: of paths their last names."""
+        return self.model_id or adapted(_short(self.model), self.adapter and _short(self.adapter))
 
     def of_another(self, model: str, settings: dict[str, Any]) -> Options:
         """The options of another model that this server loads: the same resources, and its own settings.
@@ -322,6 +345,15 @@ class Options(BaseModel):
         return Options.model_validate(kept | {"model": model} | settings)
 
 
+def adapted(model: str, adapter: str | None) -> str:
+    """The id of a model with an adapter in its weights. No repository's id has a `+`."""
+    return f"{model}+{adapter}" if adapter else model
+
+
+def _short(name: str) -> str:
+    return Path(name).name.removesuffix(GGUF) or name if name.startswith(("/", "~")) else name
+
+
 def _bytes_of(value: Any) -> int | None:
     """The bytes of a size such as `2GiB`; None if it is none."""
     try:
@@ -332,12 +364,14 @@ def _bytes_of(value: Any) -> int | None:
 
 SETTINGS = {
     "revision",
+    "adapter",
     "dtype",
     "attention",
     "device_map",
     "trust_remote_code",
     "max_seq_len",
     "num_replicas",
+    "autoscaling",
     "savepoints",
 }
 """The options for loading one model."""

@@ -14,7 +14,7 @@ HEAD = """# Options
 
 Set an option in one of these places:
 
-- `serve run serve_app:build_app name=value ...`,
+- `serve run serve_app:build_app name=value ...`, where lists and objects are JSON,
 - `args` in a file for `serve deploy`, such as `serve_config.yaml`,
 - `--server-option name=value` of `evals.gsm8k`,
 - `--set name=value` of `deployments.collect`.
@@ -54,6 +54,7 @@ def _takes(field: FieldInfo) -> str:
     if kinds == [float, str]:
         return "a number, or a size"
     words: dict[Any, str] = {bool: "`true`, `false`", int: "a whole number", float: "a number", str: "a text"}
+    words[dict[str, Any]] = "an object"
     return words.get(kinds[0], "a text") + (" or an object, in a file" if len(kinds) > 1 else "")
 
 

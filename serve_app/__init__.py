@@ -15,18 +15,27 @@ from ray.serve import Application
 from ray.serve.config import HTTPOptions
 
 from deployments.activations.facts import StoreError
+from deployments.clusters import ON_HEAD
 from deployments.errors import LoadError
 from deployments.model_files.names import located
 from deployments.options import DEMO, NO_MODEL, Options, mistakes
-from serve_app.backend.deploying import GRPC, environment, replicas
+from deployments.serve_actors import GRPC, environment
+from serve_app.backend.deploying import replicas
 from serve_app.http.keys import Keys
 from serve_app.ingress import Ingress
 from serve_app.lifecycle import check_free, drain_on_sigterm
 
-# Serve's proxies are not actors of this application: they use gRPC to the ingress if Ray was started with this
-# variable. With the other, metrics are exported after 2 s instead of 10. `serve run serve_app:app` starts Ray, if none
-# runs yet, after it has imported this module. Otherwise, set them before `ray start`, as `cluster.yaml` sets the first.
-RAY_ENVIRONMENT = GRPC | {"RAY_SERVE_PROXY_USE_GRPC": "1", "RAY_metrics_report_interval_ms": "2000"}
+# Serve's proxies and controller are not actors of this application: they read these if Ray was started with them.
+# Proxies then use gRPC to the ingress, and answer 503 instead of 500 when it ends; a replica that hangs is ended at
+# once, instead of once its requests have ended; metrics are exported after 2 s instead of 10. `serve run serve_app:app`
+# starts Ray, if none runs yet, after it has imported this module. Otherwise, set them before `ray start`, as
+# `ops/Dockerfile` does.
+RAY_ENVIRONMENT = GRPC | {
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.http.proxy:middlewares",
+    "RAY_metrics_report_interval_ms": "2000",
+}
 for _name, _value in RAY_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
@@ -74,6 +83,26 @@ def build_app(options: Options | dict[str, Any]) -> Application:
         raise
 
 
+def build_model(options: Options | dict[str, Any]) -> Application:
+    """One model's replicas as an application of their own, for a file for `serve deploy`, without a route.
+
+    Its name is the ingress's application's, `.models.` and the model's id with `--` for `/`. Replicas refuse another
+    name, because the ingress finds models by it.
+
+    Args:
+        options: Those of the model and its replicas; those of HTTP and of the store's limits have no effect.
+
+    Raises:
+        ValueError: The options are wrong, with all mistakes; or an application cannot be named after the model.
+        OSError: Ray's cluster does not answer.
+        LoadError: By default, the replicas need more GPUs than the cluster has.
+    """
+    checked = options if isinstance(options, Options) else _checked(options)
+    if checked.model == NO_MODEL or "--" in checked.served_name:
+        raise ValueError("model, model_id: give a model whose id has no '--', which stands for '/' in names")
+    return replicas(checked, named=True)
+
+
 def _serve_run() -> click.Context | None:
     """The context of `serve run`, if this is it; `serve build` starts nothing."""
     context = click.get_current_context(silent=True)
@@ -109,8 +138,10 @@ def _checked(given: dict[str, Any]) -> Options:
 
 def _composed(options: Options) -> Application:
     ingress = Ingress.options(  # type: ignore[attr-defined]
-        ray_actor_options={"num_cpus": 0, **environment(options)},
-        graceful_shutdown_timeout_s=options.request_timeout_s + 30,  # the replicas' streams pass through it
+        ray_actor_options={"num_cpus": 0, "resources": ON_HEAD, **environment(options)},
+        # The replicas' streams pass through it, and it waits for clients' jobs.
+        graceful_shutdown_timeout_s=max(options.request_timeout_s, options.client_code_timeout_s) + 30,
+        max_surge_percent=100,  # one that replaces it starts before it stops
     )
     keys = Keys.read(options.api_keys_file)
     models = [] if options.model == NO_MODEL else [replicas(options)]

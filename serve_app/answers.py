@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ class Answer:
         self._per_prompt = per_prompt
         self._returned = returned or per_prompt
         self._ended: dict[int, End] = {}
+        self._pieces = Counter[int]()  # by choice
         self._head = {
             "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{job_id}",
             "object": "",
@@ -78,11 +80,8 @@ class Answer:
         if usage:
             self._head["usage"] = None  # as OpenAI: each chunk has the field, and the last one its value
         try:
-            if self._kind == "chat":
-                known = self._prompt_ids(first[0]) if first else {}
-                for index in range(self._sequences):
-                    begun = self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
-                    yield self._event([begun], **known)
+            for event in self._begun(first):
+                yield event
             for message in first:
                 for event in self._events(message):
                     yield event
@@ -91,21 +90,25 @@ class Answer:
                     for event in self._events(message):
                         yield event
         except Exception as error:  # noqa: BLE001 - the status is already sent: the error goes into the stream
-            yield f"data: {json.dumps(render(error, request_id).body)}\n\n"
+            yield self._failed(render(error, request_id))
             return
-        # One chunk for both: the openai package keeps only the last chunk's usage.
-        last: dict[str, Any] = {"usage": self._usage()} if usage else {}
-        if meta := self._activations():
-            last["activations_meta"] = meta
-        if last:
-            yield self._event([], **last)
-        yield "data: [DONE]\n\n"
+        for event in self._finished(usage):
+            yield event
 
     def _note(self, message: Message) -> None:
         if isinstance(message, Refusal):
             raise ApiError.of(message)
         if isinstance(message, End):
             self._ended[message.index] = message
+        else:
+            self._pieces[message.index] += 1
+
+    @property
+    def spent(self) -> tuple[int, int]:
+        """The tokens of prompts, each counted once, and of answers; of a choice that did not end, the events sent."""
+        prompts = {index // self._per_prompt: end.prompt_tokens for index, end in self._ended.items()}
+        cut = sum(count for index, count in self._pieces.items() if index not in self._ended)
+        return sum(prompts.values()), cut + sum(end.completion_tokens for end in self._ended.values())
 
     def _prompt_ids(self, message: Message) -> dict[str, Any]:
         """A chat's field with its prompt's token ids, if requested."""
@@ -124,6 +127,10 @@ class Answer:
         if piece.lens is not None:
             fields["logit_lens"] = {"content": piece.lens} | ({"prompt": prompt_lens} if prompt_lens else {})
         return fields | _of_readouts(piece.readouts)
+
+    def _of_end(self, end: End, piece: Piece) -> dict[str, Any]:
+        """A choice's fields for the tokens of a piece and for its end."""
+        return self._of_tokens(piece, end.prompt_lens) | _of_edits(end)
 
     def _logprobs(self, tokens: Sequence[tuple[Entry, int]]) -> dict[str, Any] | None:
         """`choices[].logprobs`; None without tokens.
@@ -180,9 +187,9 @@ class Answer:
         return best
 
     def _choice(self, index: int, end: End) -> dict[str, Any]:
-        piece, files = end.piece, _files(end.run)
+        piece, files = end.piece, files_of(end.run)
         common = {"index": index, "finish_reason": end.finish_reason}
-        common |= self._of_tokens(piece, end.prompt_lens) | _of_edits(end)
+        common |= self._of_end(end, piece)
         if self._kind == "completion":
             return common | {"text": piece.text} | files
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -195,6 +202,25 @@ class Answer:
 
     # ---- streamed
 
+    def _begun(self, first: list[Message]) -> Iterator[str]:
+        if self._kind == "chat":
+            known = self._prompt_ids(first[0]) if first else {}
+            for index in range(self._sequences):
+                begun = self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+                yield self._event([begun], **known)
+
+    def _failed(self, error: ApiError) -> str:
+        return f"data: {json.dumps(error.body)}\n\n"
+
+    def _finished(self, usage: bool) -> Iterator[str]:
+        # One chunk for both: the openai package keeps only the last chunk's usage.
+        last: dict[str, Any] = {"usage": self._usage()} if usage else {}
+        if meta := self._activations():
+            last["activations_meta"] = meta
+        if last:
+            yield self._event([], **last)
+        yield "data: [DONE]\n\n"
+
     def _events(self, message: Message) -> Iterator[str]:
         self._note(message)
         if isinstance(message, Piece):
@@ -203,8 +229,8 @@ class Answer:
                 yield self._event([self._chunk(message.index, delta) | fields])
                 fields = {}
         elif isinstance(message, End):
-            chunk = self._chunk(message.index, _files(message.run), message.finish_reason)
-            yield self._event([chunk | self._of_tokens(message.piece, message.prompt_lens) | _of_edits(message)])
+            chunk = self._chunk(message.index, files_of(message.run), message.finish_reason)
+            yield self._event([chunk | self._of_end(message, message.piece)])
 
     def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         head = {"index": index, "finish_reason": finish_reason, "logprobs": None}
@@ -239,7 +265,7 @@ def _call(call: CallPart) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _files(run: RunReport | None) -> dict[str, Any]:
+def files_of(run: RunReport | None) -> dict[str, Any]:
     """The fields of a message or choice for its own run."""
     if run is None:
         return {}
@@ -298,4 +324,6 @@ def _of_edits(end: End) -> dict[str, Any]:
         ]
     if end.stop_reason:
         fields["stop_reason"] = end.stop_reason._asdict() | {"value": _finite(end.stop_reason.value)}
+        if end.stop_reason.monitor is None:
+            del fields["stop_reason"]["monitor"]
     return fields

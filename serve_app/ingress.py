@@ -22,23 +22,26 @@ from deployments.activations.actors.store import connect
 from deployments.activations.limits import Retention
 from deployments.exposure import check_http, check_ray, make_private
 from deployments.options import Options
+from deployments.serve_actors import check_environment
 from serve_app.backend.backend import Backend
 from serve_app.http.errors import install
 from serve_app.http.guard import BEARER, Guard
 from serve_app.http.keys import Keys
 from serve_app.http.middleware import Limits
+from serve_app.kept_responses import KeptResponses
 from serve_app.openapi import OpenApiApp, errors
 from serve_app.routes.activations import activations
-from serve_app.routes.client_data import presets, readouts, tensors
+from serve_app.routes.client_data import lenses, presets, readouts, tensors
 from serve_app.routes.dependencies import known_query
 from serve_app.routes.generation import PRESET, openai
 from serve_app.routes.models import explored, models, open_to_all, served, server, tokens
+from serve_app.usage import Usage
 
 RAY_TOKEN = Path.home() / ".ray" / "auth_token"  # made by Ray, which lets everyone read it
 
 
-# The replicas do the admission: this limit is above theirs.
-@serve.deployment(max_ongoing_requests=100_000)
+# The replicas do the admission: this limit is above theirs. One that hangs is replaced after half a minute.
+@serve.deployment(max_ongoing_requests=100_000, health_check_period_s=5, health_check_timeout_s=10)
 @serve.ingress()
 class Ingress:
     """Receives HTTP requests and passes them to the models' replicas and the activation store."""
@@ -53,17 +56,27 @@ class Ingress:
                 since they are found like those of any other model.
 
         Raises:
-            LoadError: Ray's ports are open to everyone.
-            ValueError: The HTTP port is open to everyone.
+            LoadError: Ray's ports are open to everyone, or the actor lacks variables.
+            ValueError: The HTTP port is open to everyone, or there would be several ingresses.
         """
         check_ray(options)
+        check_environment(options, "Ingress")
+        configured = serve.get_replica_context()._deployment_config  # there is no public way
+        if configured.num_replicas != 1 or configured.autoscaling_config is not None:
+            raise ValueError(
+                "there is one ingress: loads, limits and caches are of its process. Remove num_replicas and "
+                "autoscaling_config of Ingress from the file for `serve deploy`, and scale the model's replicas by the "
+                "options num_replicas or autoscaling"
+            )
         controller = _get_global_client()
         assert controller is not None
         check_http(options, bool(keys), controller.http_config.host)
         self._options = options
         self._keys = keys
+        self._backend: Backend | None = None
         self._store = connect(options.activations_dir, options.archive, options.archive_cache_bytes)
         self._reader = connect_reader(options.activations_dir, options.archive)
+        self._usage = Usage(options, self._store)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve in the replica; fails if the activation store cannot use its directory."""
@@ -72,19 +85,31 @@ class Ingress:
         await self._store.check_archive.remote(self._options.archive or "")
         application = serve.get_replica_context().app_name
         await self._store.retain.remote(limits, application=application)
-        backend = Backend(self._options, application, self._store, self._reader)
+        self._backend = Backend(self._options, application, self._store, self._reader)
+        # Before it takes requests from an ingress that it replaces.
+        await self._backend.models.refresh(limit_s=None)
+        await self._backend.presets.prepare()
         # A body with many lists makes Python's collector visit all objects; permanent ones are excluded.
         gc.freeze()
-        return build_api(backend, self._options, self._keys)
+        return build_api(self._backend, self._options, self._keys, self._usage)
+
+    async def __del__(self) -> None:
+        """Called by Serve after the last request, with the rest of the time for stopping; the process ends then."""
+        backend: Backend | None = getattr(self, "_backend", None)  # missing if the constructor failed
+        if backend:
+            await self._usage.send()
+        if backend and backend.jobs:
+            await backend.jobs.finish()
 
 
-def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
+def build_api(backend: Backend, options: Options, keys: Keys, usage: Usage | None = None) -> FastAPI:
     """The whole application.
 
     Args:
         backend: The actors behind the routes.
         options: The operator's options.
         keys: The API keys.
+        usage: Limits and counts by owner; by default new ones, which are not kept.
     """
     api = OpenApiApp(
         title="Vitrine",
@@ -95,6 +120,8 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         redoc_url=None,
     )
     api.state.backend = backend
+    api.state.usage = usage or Usage(options, None)
+    api.state.responses = KeptResponses()
     # The middleware added last runs first.
     api.add_middleware(Guard, options=options, keys=keys)
     api.add_middleware(Limits, options=options)
@@ -112,7 +139,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     api.include_router(documentation.router)
     api.include_router(page_files.router)
     api.include_router(nnsight.sockets)  # the guard checks its key, too
-    vitrine = (tokens, explored, models, activations, tensors, readouts, presets)
+    vitrine = (tokens, explored, models, activations, tensors, readouts, lenses, presets)
     for router in (openai, served, *vitrine, nnsight.router, server):
         if keys:
             dependencies = [Security(BEARER), Depends(known_query)]

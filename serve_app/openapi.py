@@ -19,7 +19,7 @@ FAILURES = {  # by status: what it means, and an example's code
     409: ("The model is loaded with other settings, or cannot be unloaded.", "model_loading"),
     410: ("No longer known.", "job_not_found"),
     413: ("The body is over the limit.", "body_too_large"),
-    429: ("All places are taken.", "server_busy"),
+    429: ("All places are taken, or the allowance of this minute is used up.", "server_busy"),
     500: ("The server's own failure; its log has the request's id.", "internal_error"),
     503: ("Nothing can answer now.", "unavailable"),
     504: ("The server's time limit is over.", "timeout"),

@@ -13,7 +13,9 @@ def answers(example: Any, streamed: dict[str, Any] | None = None) -> Responses:
     """A successful answer with an example; if the route streams, also an example of its events."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}, "example": example}}
     if streamed is not None:
-        content["text/event-stream"] = {"example": f"data: {json.dumps(streamed)}\n\ndata: [DONE]\n\n"}
+        event = f"data: {json.dumps(streamed)}\n\n"
+        event = f"event: {streamed['type']}\n{event}" if "type" in streamed else f"{event}data: [DONE]\n\n"
+        content["text/event-stream"] = {"example": event}
     return {200: {"description": "With `stream`, as events." if streamed else "Done.", "content": content}}
 
 
@@ -59,6 +61,14 @@ CHAT_EXAMPLES: dict[str, Any] = {
 }
 COMPLETION_EXAMPLES: dict[str, Any] = {"texts": {"value": {"model": ID, "prompt": ["Ann has", "Tom has"], "n": 2}}}
 
+_ITEM = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "36"}]}
+_RESPONSE = {"id": "resp_5f2b", "object": "response", "model": ID, "status": "completed", "output": [_ITEM]}
+RESPONSE = answers(_RESPONSE)
+RESPONSE_STREAMED = answers(_RESPONSE, {"type": "response.output_text.delta", "delta": "36", "output_index": 0})
+_QUESTION = {"model": ID, "input": "How many pens are 3 boxes of 12?", "max_output_tokens": 64, "stream": True}
+RESPONSE_EXAMPLES: dict[str, Any] = {"streamed": {"value": _QUESTION}}
+RESPONSE_DELETED = answers({"id": "resp_5f2b", "object": "response", "deleted": True})
+
 _MODEL: dict[str, Any] = {"id": ID, "object": "model", "owned_by": "vitrine", "created": WHEN, "max_model_len": 4096}
 MODEL = answers(_MODEL)
 MODELS = answers({"object": "list", "data": [_MODEL]})
@@ -68,7 +78,13 @@ LOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B", "savepoints": []})
 UNLOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B"})
 STRUCTURE = answers(
     {"id": ID, "object": "model.structure", "architecture": "Qwen3ForCausalLM", "layers": 6, "hidden_size": 192}
+    | {"layer_kinds": ["full_attention"] * 6}
     | {"points": [{"name": "layers.0.mlp.output", "module": "model.layers.0.mlp.output", "shape": [192]}]}
+)
+
+ATTRIBUTION = answers(
+    {"object": "model.attribution", "model": ID, "logit": 7.5}
+    | {"parts": [{"name": "embed", "values": [0.5]}, {"name": "layers.0.attention.heads", "values": [3.0, 4.0]}]}
 )
 
 _SESSION = {"id": "first-steps", "runs": 1, "tokens": 23, "bytes": 8832, "models": [ID], "pinned": False}
@@ -96,6 +112,10 @@ _READOUT |= {"kind": "linear", "activation": "sigmoid", "labels": ["true"], "hid
 READOUT, READOUTS = answers(_READOUT), _listed(_READOUT)
 READOUT_DELETED = answers({"name": "truth", "object": "readout", "deleted": True})
 
+_LENS = {"object": "lens", "name": "tuned", "model": ID, "kind": "tuned", "hidden": 192, "layers": [0, 1, 2, 3, 4]}
+LENS, LENSES = answers(_LENS), _listed(_LENS)
+LENS_DELETED = answers({"name": "tuned", "object": "lens", "deleted": True})
+
 _PRESET: dict[str, Any] = {"name": "formal", "object": "preset", "created": WHEN, "model": ID, "default": False}
 _STEER = {"op": "add", "point": "layers.3.output", "vector": _TENSORS["id"], "scale": 4.0}
 PRESET, PRESETS = answers(_PRESET | {"interventions": [_STEER]}), _listed(_PRESET)
@@ -109,6 +129,8 @@ HEALTH: Responses = {
         "headers": errors(503)[503]["headers"],
     },
 }
+_USED = {"owner": "ann", "requests": 12, "prompt_tokens": 252, "completion_tokens": 24}
+USAGE_BY_OWNER = answers({"object": "list", "data": [_USED]})
 METRICS: Responses = {200: {"content": {"text/plain": {"example": 'ray_vitrine_running{model="vitrine-demo"} 0.0\n'}}}}
 
 JOB = answers({"id": "5f2b0a71c3d94e6688f1a2b3c4d5e6f7", "status": "RECEIVED", "description": ""})

@@ -51,6 +51,11 @@ def painted(page: Page) -> None:
     page.evaluate("() => new Promise(requestAnimationFrame)")
 
 
+def idle(page: Page) -> None:
+    """Wait until the page has dealt with what it received. A page that draws no frames may never report to be idle."""
+    page.evaluate("() => new Promise((done) => requestIdleCallback(done, {timeout: 5000}))")
+
+
 def link(page: Page) -> str:
     """The fragment of the link to what the page shows."""
     page.get_by_role("button", name="Copy link").click()

@@ -27,6 +27,7 @@ from tests import profiles, waiting  # noqa: F401 - `profiles` for each property
 from vitrine.own_server import free_port
 
 ROOT = Path(__file__).parent.parent
+CODE_OPTIONS = ("allow_client_code=true", "client_code_timeout_s=10", "client_code_memory_bytes=1000000000")
 BIN = Path(sys.executable).parent
 GSM8K = os.environ.get("GSM8K_DIR")
 MODELS = default_models_dir()  # this machine's: `cluster` has another
@@ -234,8 +235,7 @@ def another_app(served: Served) -> Callable[..., AbstractContextManager[str]]:
 @pytest.fixture(scope="session")
 def runs_code(another_app: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
     """The root of an application that runs clients' code, with little memory and time for each job."""
-    options = ("allow_client_code=true", "client_code_timeout_s=10", "client_code_memory_bytes=1000000000")
-    with another_app("code", *options) as root:
+    with another_app("code", *CODE_OPTIONS) as root:
         yield root
 
 

@@ -31,10 +31,9 @@ PAGES = {
 # Whose blocks another test runs.
 ELSEWHERE = {
     "docs/clients": "tests/serve_clients/test_page.py",
+    "docs/cookbook": "tests/examples/test_cookbook.py",
     "docs/experiments": "tests/examples/test_experiments.py",
     "docs/format": "tests/deployments/activations/test_checksums.py",
-    "docs/interventions": "tests/serve_clients/test_page.py",
-    "docs/lens": "tests/serve_clients/test_page.py",
     "docs/nnsight": "tests/serve_app/routes/test_nnsight.py",
     "docs/reading": "tests/evals/test_reading_page.py",
     "docs/tutorial": "tests/examples/test_tutorial.py",
@@ -50,7 +49,9 @@ HERE: dict[str, list[str]] = {
     "docs/exports": [],
     "docs/harnesses": ["Agents over the OpenAI package"],
     "docs/http": [],
-    "docs/operate": [],
+    "docs/interventions": [],
+    "docs/lens": [],
+    "docs/operate": ["Pin a session", "Delete a session"],
     "docs/readouts": [],
 }
 # Beginnings of blocks and commands that are neither run nor checked.
@@ -61,10 +62,12 @@ EXCEPTIONS = {
     f"curl -s {ADDRESS}/models/": "loads a model of the hub",
     "ray ": "starts a cluster, or runs on one: tests/evals/gsm8k/test_ray_job.py",
     "aws ": "the cloud's own tool",
+    "kubectl ": "needs Kubernetes; tests/test_cluster_files.py checks its file",
+    "redis-server ": "a part of the command by which tests/chaos starts the head",
     "lm_eval ": "needs the hub's problems; tests/serve_clients/test_lm_eval.py runs it with others",
     "inspect ": "needs the hub's problems; tests/vitrine/inspect runs others",
 }
-SHELL = {"source", "export", "mkdir", "umask", "echo", "serve"}  # nothing but their files is checked
+SHELL = {"source", "export", "cd", "openssl", "mkdir", "umask", "echo", "serve"}  # nothing but their files is checked
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 # The shipped model has 6 layers, and few rows take seconds.
 SMALL = {"smollm2": "vitrine-demo", "layers.12.": "layers.3.", "head -n 40": "head -n 2", "tail -n 60": "tail -n 4"}
@@ -141,6 +144,8 @@ def check(words: list[str], block: Block) -> None:
     match words:
         case ["python", "-m", "pytest", *_]:
             pass
+        case ["python", "-c", code]:
+            exec(code, {})  # noqa: S102 - the project's own page
         case ["python", "-m", module, *options] | ["python", module, *options]:
             with pytest.raises(Accepted):
                 main_of(module)(options)
@@ -173,7 +178,7 @@ def sessions(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     httpx.post(f"{served.base_url}/completions", json=fields | {"prompt": "Ann has"}, timeout=60).raise_for_status()
     yield
     made = [f"activations/session/{name}" for name in ("statements", "first-steps")]
-    for path in [*made, *(f"readouts/{name}" for name in ("truth", "sae-12", "formal"))]:
+    for path in [*made, "lenses/tuned", *(f"readouts/{name}" for name in ("truth", "sae-12", "formal"))]:
         httpx.delete(f"{served.base_url}/{path}", timeout=60)
 
 
@@ -184,6 +189,7 @@ def test_the_examples_of_a_page_work_in_their_order(page: str, served: Served, s
     more = {
         "evals.gsm8k": [f"--base-url={served.base_url}", "--max-tokens=8"],
         "evals.probes": ["--permutations=1", "--points=layers.3.output"],
+        "evals.lenses": ["--max-tokens=400", "--held-out-tokens=100"],
         "deployments.readouts": [f"--url={served.root}"],
     }
     names: dict[str, Any] = {}

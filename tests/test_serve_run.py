@@ -1,10 +1,9 @@
-"""`serve run serve_app:build_app name=value ...` on two cores, next to another application."""
+"""`serve run serve_app:build_app name=value ...`, and how a server begins and ends."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,51 +23,6 @@ from serve_app import build_app
 from serve_app.lifecycle import check_free, drain
 from tests import waiting
 from tests.conftest import ROOT, healthy, until
-
-RUN = ["serve", "run", "--name=second", "--route-prefix=/second", "serve_app:build_app"]
-OPTIONS = [
-    f"model={WEIGHTS}",
-    "model_id=named/second",
-    "num_replicas=2",
-    "threads=1",
-    "dtype=float32",
-    "max_seq_len=2048",
-]
-
-
-@pytest.fixture(scope="module")
-def second(served):
-    """The root of an application with two replicas of a model from a directory."""
-    root, log = f"{served.root}/second", served.cluster.directory / "second.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*RUN, *OPTIONS], cwd=ROOT, env=served.cluster.env, stdout=out, stderr=out, start_new_session=True
-        )
-    try:
-        until(lambda: healthy(root), process, log)
-        yield root
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # on SIGINT it would shut down all of Serve
-        process.wait()
-        serve.delete("second")
-
-
-@pytest.mark.long  # three replicas on two cores
-def test_the_options_are_those_that_were_given(second, eventually):
-    # A list is without a model that takes seconds to describe itself.
-    (model,) = eventually(lambda: httpx.get(f"{second}/v1/models", timeout=30).json()["data"])
-    assert (model["id"], model["max_model_len"]) == ("named/second", 2048)
-    wanted = {"named/second": {"RUNNING": 2}}
-    eventually(lambda: httpx.get(f"{second}/health", timeout=30).json()["replicas"], lambda seen: seen == wanted)
-    assert httpx.get(f"{second}/v1/models/named/second", timeout=30).status_code == 200
-
-
-@pytest.mark.long
-def test_an_evaluation_finishes_beside_three_replicas_on_two_cores(second, served, tmp_path):
-    command = ["python", "-m", "evals.gsm8k", f"--base-url={second}/v1", "--samples=4", "--mode=no-tools"]
-    command += ["--max-tokens=16", f"--results-dir={tmp_path / 'results'}"]
-    done = subprocess.run(command, env=served.cluster.env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_application_that_is_drained_finishes_what_it_streams_and_stores_it(served, request):
@@ -114,14 +68,6 @@ def test_the_processes_of_a_ray_that_serve_run_starts_do_not_interrupt_the_model
     assert policy == (os.SCHED_OTHER if running else os.SCHED_BATCH)
 
 
-def test_a_bad_option_ends_serve_run_with_its_name(served):
-    command = [*RUN, "modle=x", "num_replicas=none"]
-    done = subprocess.run(command, env=served.cluster.env, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert "modle" in done.stderr
-    assert "num_replicas" in done.stderr
-
-
 def test_a_port_or_a_store_that_another_server_has_is_an_error_that_names_the_process(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "_ENDING_S", 0.0)
     holder = f"process {os.getpid()} "
@@ -135,21 +81,18 @@ def test_a_port_or_a_store_that_another_server_has_is_an_error_that_names_the_pr
 
 
 @pytest.mark.long  # one more server
-def test_serve_run_ends_by_sigterm_after_the_requests_that_run(served, tmp_path):
+def test_serve_run_takes_its_options_and_ends_by_sigterm_after_the_requests_that_run(served, tmp_path):
     root, log = "http://127.0.0.1:8000", tmp_path / "log"  # the only address of `serve run`
     env = {**served.cluster.env, "VITRINE_HOME": str(tmp_path)}
     del env["RAY_ADDRESS"]
+    options = [f"model={WEIGHTS}", "model_id=named/own", "threads=1", "dtype=float32", "max_seq_len=2048"]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            ["serve", "run", "serve_app:build_app", *OPTIONS[:1], "threads=1"],
-            cwd=ROOT,
-            env=env,
-            stdout=out,
-            stderr=out,
-        )
+        command = ["serve", "run", "serve_app:build_app", *options]
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
     try:
         until(lambda: healthy(root), process, log)
         (model,) = httpx.get(f"{root}/v1/models", timeout=30).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("named/own", 2048)
         body = {"model": model["id"], "prompt": "Tom has", "max_tokens": 800, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{root}/v1/completions", json=body, timeout=120) as answer:
             lines = (line for line in answer.iter_lines() if line)

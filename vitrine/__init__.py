@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from vitrine.experiments.directions import Direction as Direction
     from vitrine.experiments.directions import Steer as Steer
     from vitrine.experiments.directions import difference_of_means as difference_of_means
+    from vitrine.experiments.lenses import Attention as Attention
+    from vitrine.experiments.lenses import Attribution as Attribution
     from vitrine.experiments.lenses import Lens as Lens
-    from vitrine.experiments.patching import Attention as Attention
     from vitrine.experiments.patching import PatchGrid as PatchGrid
     from vitrine.experiments.sweeping import Sweep as Sweep
     from vitrine.loading import load as load
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "experiments.directions": ["Activations", "Direction", "Steer", "difference_of_means"],
-    "experiments.lenses": ["Lens"],
-    "experiments.patching": ["Attention", "PatchGrid"],
+    "experiments.lenses": ["Attention", "Attribution", "Lens"],
+    "experiments.patching": ["PatchGrid"],
     "experiments.sweeping": ["Sweep"],
     "loading": ["load", "load_runs", "load_stack"],
     "own_server": ["serve"],

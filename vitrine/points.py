@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+ROLES = ("system", "user", "assistant", "tool", "template", "reasoning")  # of tokens, by their numbers in files
 # TransformerLens' name of a place in a layer -> the server's, as in deployments/points/names.py.
 TRANSFORMER_LENS = {
     "resid_pre": "input",
@@ -53,6 +54,7 @@ def matching(pattern: str, names: Collection[str], layers: int | None = None) ->
         if layers is None:
             raise ValueError(f"{pattern}: these files do not record the number of layers: count the layer from 0")
         name = f"{match[1]}{int(match[2]) + layers}{match[3]}"
+    name += ".*" if name.endswith(".mlp.experts") else ""  # ids and weights
     fits = re.compile("[^.]+".join(map(re.escape, name.split("*"))))
     return [point for point in names if fits.fullmatch(point)]
 

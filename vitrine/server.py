@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from vitrine.connection.blocking import blocking, wait
 from vitrine.connection.transport import api_root
-from vitrine.experiments.lenses import LensMethods
-from vitrine.experiments.patching import AttentionMethods
+from vitrine.experiments.patching import PatchGridMethods
 from vitrine.experiments.sweeping import SweepMethods
 
 URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 660.0  # slightly more than the server's own limit, so that the server's error arrives first
 
 
-class AsyncServer(AttentionMethods, LensMethods, SweepMethods):
+class AsyncServer(PatchGridMethods, SweepMethods):
     """An asynchronous server connection with the methods of `Server`, whose examples apply to both.
 
     Attributes:
@@ -38,6 +39,11 @@ class AsyncServer(AttentionMethods, LensMethods, SweepMethods):
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+    @contextmanager
+    def _in_nnsight(self) -> Iterator[Any]:
+        with connect(self.url, api_key=self.api_key, model=self.model, timeout=self.timeout) as server:
+            yield nnsight_model(server)
 
 
 class Server:
@@ -61,6 +67,7 @@ class Server:
     load_runs = blocking(AsyncServer.load_runs)
     tokens = blocking(AsyncServer.tokens)
     lens = blocking(AsyncServer.lens)
+    attribute = blocking(AsyncServer.attribute)
     patch_grid = blocking(AsyncServer.patch_grid)
     sweep = blocking(AsyncServer.sweep)
     attention = blocking(AsyncServer.attention)

@@ -124,7 +124,8 @@ class Findings:
             found[name] = [rate / other for rate, other in zip(rates[way], rates[base], strict=True)]
             if least is not None and statistics.median(found[name]) < least:
                 self.failed.append(f"{title}: {name} is less than {least}")
-        print(_table(title, "ratio", found, ".2f"), flush=True)
+        if found:
+            print(_table(title, "ratio", found, ".2f"), flush=True)
         self._cases[title] = {self._unit: rates, "ratios": found}
 
     def close(self) -> int:

@@ -17,7 +17,6 @@ import torch
 from benchmarks.gpu.case import Found, Plan
 from benchmarks.gpu.census import census
 from benchmarks.gpu.machine import machine, tests
-from benchmarks.gpu.parity import parity
 from benchmarks.gpu.speeds import batching, decode, prefill, variants, ways
 
 
@@ -38,7 +37,6 @@ class Section(NamedTuple):
 SECTIONS = {
     "machine": Section(machine, 40, each_size=False),
     "tests": Section(tests, 120, each_size=False),
-    "parity": Section(parity, 60),
     "census": Section(census, 40),
     "decode": Section(decode, 100),
     "prefill": Section(prefill, 60),

@@ -20,7 +20,7 @@ import pyarrow.fs as pafs
 
 from deployments.activations.facts import public_uri
 from deployments.activations.index.index import Index
-from deployments.options import check_uri
+from deployments.uris import check_uri
 
 _PIECE = 8 << 20  # bytes that are copied at a time
 _UPLOADS = 8  # files that are uploaded at a time

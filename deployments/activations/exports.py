@@ -164,8 +164,7 @@ def _tables(runs: Iterable[RunBatches], format: Format) -> Iterator[tuple[str, _
 def _rows(group: Sequence[_Read], layout: Layout) -> Iterator[pa.RecordBatch]:
     for read in group:
         run = read()
-        names = [name for name in run.batches[0].schema.names if name in COLUMNS or name in run.types]
-        yield from record_batches(run, names, layout)
+        yield from record_batches(run, [*COLUMNS, *run.types], layout)
 
 
 def _write_parquet(schema: pa.Schema, group: Sequence[_Read], path: Path) -> None:
@@ -174,7 +173,7 @@ def _write_parquet(schema: pa.Schema, group: Sequence[_Read], path: Path) -> Non
     held, size = [first := next(rows)], first.nbytes
     described = first.schema.with_metadata(schema.metadata)
     # Only words repeat: activations are as good as random, and a dictionary of them costs time.
-    with pq.ParquetWriter(path, described, use_dictionary=["run_id", "sample_id", "phase"]) as writer:
+    with pq.ParquetWriter(path, described, use_dictionary=["run_id", "sample_id", "phase", "role"]) as writer:
         for batch in rows:
             if size >= _ROW_GROUP:
                 writer.write_table(pa.Table.from_batches(held))

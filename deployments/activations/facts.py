@@ -66,6 +66,10 @@ class FileInfo:
     versions: dict[str, str]  # of libraries, by name
     modules: dict[str, str]  # for each point the model's own module path with `.input` or `.output`
     layers: int | None = None  # of the model
+    adapter: str | None = None  # that is merged into the weights
+    adapter_revision: str | None = None
+    dtype: str | None = None  # of its weights; of the others, where some are quantized
+    quantization: dict[str, Any] | None = None  # the checkpoint's `method`, and whether its weights were `dequantized`
 
 
 class SessionName(NamedTuple):
@@ -106,6 +110,7 @@ class RunInfo:
     request_id: str | None = None
     messages_hash: str | None = None  # of the request's messages
     interventions: list[dict[str, Any]] = field(default_factory=list)  # as they were sent
+    logit_lens: dict[str, Any] | None = None  # as it was sent
     # Prompt and generated text, special tokens included, if the request asked to keep it: what the rows' `text_offset`
     # counts characters of.
     text: str | None = None
@@ -180,7 +185,7 @@ class StoredFile(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """One stored run; interventions and text are only in its file."""
+    """One stored run; interventions, logit lens and text are only in its file."""
 
     facts: RunInfo
     path: str  # of its file, below the store's directory

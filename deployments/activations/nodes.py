@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
@@ -15,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private import worker as ray_worker  # the only way to find the directory of Ray's session
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.activations.facts import FileUpdate, RunEnd, RunInfo, RunLocation, SessionName, StoreError
-from deployments.activations.files.disk import NEW, create, directory
+from deployments.activations.files.disk import NEW, create, directory, take
 from deployments.clusters import HEAD, NAMESPACE, detached, detached_names
 from deployments.permissions import restrict
 
@@ -30,6 +33,7 @@ _SEEN_S = 5.0  # for which a file of another node is waited for: NFS keeps listi
 _READY_S = 60.0  # that a replica waits for its node's writer
 _REPORT_S = 60.0  # for which durable runs wait for the store to list them
 _PAUSE_S = 0.5  # between two reports that are not answered
+_LOOK_S = 10.0  # between two looks whether a replica uses its node's writer
 _WRITER = "activation writer of "
 
 logger = logging.getLogger(__name__)
@@ -115,6 +119,8 @@ def connect_writer(root: str, store: Any) -> Any:
     node = next(node for node in ray.nodes() if node["NodeID"] == own)  # type: ignore[no-untyped-call]
     if HEAD in node["Resources"] or not shares(Path(root), store, node["NodeManagerAddress"]):
         return store
+    use = _uses(root)  # stays open, so that the lock holds until this process ends, however it does
+    fcntl.flock(use, fcntl.LOCK_SH)  # after the end of a writer that ends now
     on_it = NodeAffinitySchedulingStrategy(own, soft=False)
     made = detached(NodeWriter, f"{_WRITER}{root} on {own}", max_concurrency=10_000, scheduling_strategy=on_it)
     writer = made.remote(root, store)
@@ -122,8 +128,17 @@ def connect_writer(root: str, store: Any) -> Any:
         ray.get(writer.ready.remote(), timeout=_READY_S)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         logger.warning("the writer of this node does not start (%s): its runs go through the head", error)
+        os.close(use)
         return store
     return writer
+
+
+def _uses(root: str) -> int:
+    """A descriptor of the file that the replicas of this node lock together while they use the writer of a store."""
+    folder: str = ray_worker.global_worker.node.get_session_dir_path()  # type: ignore[union-attr]
+    of = f"{ray.get_runtime_context().get_node_id()} {root}"
+    path = Path(folder) / f"uses-{hashlib.sha256(of.encode()).hexdigest()}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def shares(root: Path, store: Any, address: str) -> bool:
@@ -194,6 +209,8 @@ def node_writers(root: str) -> list[Any]:
 class NodeWriter(RunReceiver):
     """Writes the runs of one node's replicas, and tells the store of each before it is answered.
 
+    It ends when no replica uses it any more, because Ray's autoscaler keeps a node with an actor.
+
     Args:
         root: The store's directory.
         store: The store's actor, which keeps the index and the limits.
@@ -207,6 +224,20 @@ class NodeWriter(RunReceiver):
         self._writer = Writer(self._root, None, report=self._report, on_failure=end_process)
         self._limited = True  # whether the store has quotas, as far as is known
         self._missed = False  # whether the store may not know all runs
+        threading.Thread(target=self._end_unused, args=(_uses(root),), name="unused", daemon=True).start()
+
+    def _end_unused(self, use: int) -> None:
+        """Wait until no replica uses this actor, finish what is left, and end it for good."""
+        while not take(use):
+            time.sleep(_LOOK_S)
+        # A replica that comes now waits for the lock, which ends with this process, and starts another writer.
+        try:
+            self._writer.close()
+            if self._missed:
+                self._report([])
+            ray.kill(ray.get_runtime_context().current_actor)
+        finally:  # after an error, such as of a head that is away, Ray starts it again, and it ends then
+            end_process()
 
     async def check_room(self, session: SessionName, size: int) -> None:
         """As `ActivationStore.check_room`."""

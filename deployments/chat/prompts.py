@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tokenizers import Encoding
+
+from deployments.chat import roles
 from deployments.chat.template import ChatFormat
 from deployments.chat.token_texts import TextOffsets, TokenTexts
 from deployments.errors import RequestError, naming
 from deployments.job import Job, Text
 from deployments.model.model import Model
+from deployments.points.placement import AnswerReasoning, Turns
 
 LINE = "\n"  # what precedes a text that is tokenized as a part; few tokens join a line's end to what follows
 
@@ -32,10 +36,12 @@ class Prompt(NamedTuple):
     Attributes:
         ids: Its token ids.
         text: The text that was tokenized; None if the client sent token ids.
+        encoding: The tokens of a chat.
     """
 
     ids: list[int]
     text: str | None = None
+    encoding: Encoding | None = None
 
 
 class Prompts:
@@ -56,7 +62,8 @@ class Prompts:
         if job.messages is not None:
             text = self._rendered(job)
             self._check_length(text, "prompt")
-            return [Prompt(self._chat.tokenize(text), text)]
+            encoding = self._chat.tokenize(text)
+            return [Prompt(encoding.ids, text, encoding)]
         prompts = []
         for number, prompt in enumerate(job.prompts):
             with naming(number, len(job.prompts)):
@@ -82,6 +89,27 @@ class Prompts:
         offsets = TextOffsets(self._token_texts)
         offsets.add(prompt.ids)
         return offsets.close(), offsets.ends
+
+    def turns(self, job: Job, prompt: Prompt, generates: bool) -> Turns | None:
+        """The messages of a chat in its prompt; None if they are not known."""
+        assert job.messages is not None
+        assert prompt.text is not None
+        assert prompt.encoding is not None
+        form = self._chat.calling(job.tool_call_format)
+        found = form.spans(prompt.text, job.messages, job.tools, job.template_kwargs, job.ending)
+        if found is None:
+            return None
+        return roles.turns(job.messages, found, prompt.encoding.offsets, generates and job.ending != "message")
+
+    def reasoning(self, job: Job, prompt: Prompt) -> AnswerReasoning | None:
+        """Follows the reasoning of an answer; None if the model's answers have none."""
+        markers = self._chat.markers(None)
+
+        def text_of(token: int) -> str:
+            return markers.get(token) or (self._token_texts.of(token).raw or b"").decode(errors="ignore")
+
+        found = self._chat.is_reasoning("" if job.ending == "turn" else prompt.text or "", text_of)
+        return AnswerReasoning(found, len(prompt.ids)) if found else None
 
     # ---- tokenizing without a request
 

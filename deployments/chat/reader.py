@@ -76,6 +76,11 @@ class AnswerReader:
         self._unsent = 0  # characters of the prompt at the start of `_pending`
         self._begin(begun_answer(template, prompt))
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return (self._open or self._implicit) in REASONING
+
     def add(self, text: str) -> AnswerParts:
         """Add text."""
         for at in range(0, len(text), MAX_MARK):

@@ -7,14 +7,15 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from deployments.chat import hermes, response_templates, tool_calls
+from deployments.chat import hermes, response_templates, roles, tool_calls
 from deployments.chat.grammar import GrammarWriter, Reasoning, RequiredCalls, arguments, schema_rule
 from deployments.chat.reader import AnswerReader
 from deployments.engine.decoding.guided import Grammar, GrammarCompiler
@@ -88,19 +89,48 @@ class ChatFormat:
             name = min(known)
             message = f"{name!r} is set by the server or by another field of the request: leave it out"
             raise RequestError(message, f"chat_template_kwargs.{name}")
-        ends = {"add_generation_prompt": ending == "answer", "continue_final_message": ending == "message"}
         try:
-            text = self._rendered(messages, tools, **(more or {}), **ends)
+            text = self._rendered(messages, tools, **(more or {}), **_ends(ending))
             text.encode()  # arguments of earlier calls are JSON within JSON, which can contain half of a surrogate pair
             return text
         except TEMPLATE_ERRORS as error:
             reason = str(error).partition("Final message to continue")[0]  # the whole chat follows
             raise RequestError(f"the model's chat template rejects these messages: {reason}", "messages") from error
 
-    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **more: Any) -> str:
+    def spans(
+        self,
+        text: str,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        more: Mapping[str, Any] | None = None,
+        ending: Ending = "answer",
+    ) -> list[roles.Span] | None:
+        """Where the messages are in `text`, which `render` made of them; see `roles.spans`."""
+
+        def render(told: Sequence[dict[str, Any]], ending: Ending = ending) -> str:
+            with contextlib.suppress(*TEMPLATE_ERRORS, IndexError):  # there may be no message
+                return self._rendered(told, tools, True, **(more or {}), **_ends(ending))
+            return ""
+
+        return roles.spans(messages, text, render, *self._marks_and_ends)
+
+    @functools.cached_property
+    def _marks_and_ends(self) -> tuple[roles.Marks, Sequence[str]]:
+        """Texts before and after reasoning, and special tokens that may end a message."""
+        shown = str(self._tokenizer.chat_template)
+        pairs = [pair for pair in response_templates.REASONING_MARKS if pair[1] in shown]
+        if self._template and (name := response_templates.reasoning(self._template)):
+            field = self._template.fields[name]
+            pairs += zip(field.open_literals or (), field.close_literals or (), strict=False)
+        ids = getattr(self._hf.generation_config, "eos_token_id", None) or []
+        ends = self._tokenizer.convert_ids_to_tokens([ids] if isinstance(ids, int) else ids)
+        return pairs, [*filter(None, {*ends, self._tokenizer.eos_token})]
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, marked: bool = False, **more: Any) -> str:
         if self._in_hermes:
             messages, tools = hermes.plain(messages, tools, self._takes_system), None
         template = self._tokenizer.get_chat_template(None, tools)
+        template = roles.with_marks(template) if marked else template
         # `apply_chat_template` leaves out content that is None, for which some templates test (DeepSeek's).
         empty = None if TESTS_NONE.search(template) else ""
         told = [_with_parsed_arguments(message, empty) for message in messages]
@@ -132,10 +162,26 @@ class ChatFormat:
             return PROBE in str(self._tokenizer.apply_chat_template([*messages], tokenize=False))
         return False
 
-    def tokenize(self, prompt: str) -> list[int]:
-        """The token ids of a rendered prompt, which already contains its special tokens."""
-        ids: list[int] = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return ids
+    def tokenize(self, prompt: str) -> Encoding:
+        """The tokens of a rendered prompt, which already contains its special tokens."""
+        encoding: Encoding = self._tokenizer(prompt, add_special_tokens=False).encodings[0]
+        return encoding
+
+    def is_reasoning(self, prompt: str, text_of: Callable[[int], str]) -> Callable[[int], bool] | None:
+        """Reads the tokens of an answer to `prompt`, and tells which are reasoning; None if answers have none.
+
+        A token is reasoning if it is within reasoning, or ends a mark of it. Of an opening mark of several tokens, only
+        the last is, because those before it may still become something else.
+        """
+        if (reader := self.reader(prompt, None)) is None:
+            return None
+
+        def is_reasoning(token: int) -> bool:
+            before = reader.reasons
+            reader.add(text_of(token))
+            return before or reader.reasons
+
+        return is_reasoning
 
     def reader(
         self, prompt: str, tools: Sequence[dict[str, Any]] | None, parallel: bool = True, streamed: bool = False
@@ -237,6 +283,10 @@ class ResponseFormats:
                 schemas.append((f"tools[{i}].function.parameters", arguments(function)))
         for field, schema in schemas:
             self._grammars.compile(f"start: {schema_rule(schema)}", field)
+
+
+def _ends(ending: Ending) -> dict[str, bool]:
+    return {"add_generation_prompt": ending == "answer", "continue_final_message": ending == "message"}
 
 
 def _with_parsed_arguments(message: dict[str, Any], empty: str | None) -> dict[str, Any]:

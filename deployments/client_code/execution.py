@@ -50,6 +50,8 @@ MOST_THREADS = 1024
 _UNCHANGEABLE: tuple[type, ...] = (int, float, complex, str, bytes, type(None), type)
 _UNCHANGEABLE += (types.FunctionType, types.ModuleType, Envoy)
 
+_ADAPTER_PART = re.compile(r"\.(base_layer|lora_\w+|original_module|modules_to_save)(\.|$)")  # a module's path
+
 LINE_BYTES = 100  # that a printed line counts besides its text: each is a message
 LONGEST_LINE = 1 << 14  # characters that wait for a line's end
 
@@ -169,8 +171,10 @@ def _outcome(
 ) -> tuple[Kind, bytes]:
     """The frame with the job's result, or with its failure for the client."""
     try:
-        model._remoteable_set_env(asked["env"])
         persistent = model._remoteable_persistent_objects()
+        if asked["env"].pop("peft", None):  # in the served weights already
+            persistent = _WithAdapter(persistent)
+        model._remoteable_set_env(asked["env"])
         tracer = RequestModel.deserialize(block, persistent, compress=asked["compress"])
         result = _result(tracer, _saved(tracer), asked["compress"])
     except BaseException as error:  # noqa: BLE001 - the client's code may raise anything; the error goes back to the client
@@ -181,6 +185,16 @@ def _outcome(
         )
         return Kind.FAILED, f"{message}: save fewer, or parts of them".encode()
     return Kind.DONE, result
+
+
+class _WithAdapter(dict[str, Any]):
+    """Persistent objects, and an empty module for each that only a model with an adapter beside its weights has."""
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or bool(_ADAPTER_PART.search(str(key)))
+
+    def __missing__(self, key: str) -> torch.nn.Module:
+        return torch.nn.Module()
 
 
 def _registered(module: torch.nn.Module) -> torch.nn.Module:

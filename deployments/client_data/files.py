@@ -56,6 +56,7 @@ class ClientFiles(ABC):
 
     folder: str  # no session id begins with '.'
     kind: str  # in the plural, for messages
+    noun: str  # of one with a name, for messages and codes
     verb: str  # for sending one
     full: str  # the code of a refusal for want of room
     most_files: int
@@ -124,8 +125,8 @@ class ClientFiles(ABC):
             if known.id == new.id:
                 return known.as_json(account)
             # A tensor file's name is its id.
-            message = f"there is a readout {new.name!r} already: delete it first, or choose another name"
-            raise RequestError(message, "spec.name", "readout_exists")
+            message = f"there is a {self.noun} {new.name!r} already: delete it first, or choose another name"
+            raise RequestError(message, "spec.name", f"{self.noun}_exists")
         others = [file for place, file in self._files.items() if place != key]
         if (used := sum(file.bytes for file in others)) + new.bytes > most or len(others) >= self.most_files:
             room = f"there is room for {self.most_files} of {most} bytes together"

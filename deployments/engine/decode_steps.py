@@ -153,6 +153,7 @@ class DecodeSteps:
 
         A failed capture leaves torch's allocator in a state that it does not leave again. Not run on a GPU yet.
         """
+        restore = self._memory.cache.states.saved(batch.slots)
         torch.cuda.set_sync_debug_mode("error")
         try:
             return self._forward(step, batch)
@@ -162,18 +163,23 @@ class DecodeSteps:
             self._give_up(error)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        restore()
         return self._forward(step, batch)
 
     def _captured(self, step: DecodeStep, batch: Batch) -> torch.Tensor:
         """Run a step, capture it, and use the graph from now on if it gives the same. Not run on a GPU yet."""
+        restore = self._memory.cache.states.saved(batch.slots)
         eager = self._forward(step, batch).clone()
         self._capture(step, batch)
         if step.captured:
             graph, logits = step.captured
+            restore()
             graph.replay()
             differing = relative_error(logits.nan_to_num(), eager.nan_to_num())
             if not differing <= TOLERANCE.get(eager.dtype, 1e-1):
                 self._give_up(f"its logits differ by {differing:.1%} of their norm")
+                restore()
+                eager = self._forward(step, batch)
         return eager
 
     def _give_up(self, reason: Exception | str) -> None:

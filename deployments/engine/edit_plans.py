@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deployments.engine.edits import ActingEdits, Edit, EditKey, Norms, Report, Signature, union, with_slots
+from deployments.engine.edits import PAIRED, ActingEdits, Edit, EditKey, Norms, Report, Signature, union, with_slots
 from deployments.engine.scheduler import Chunk
 from deployments.model.batch import uploaded
 from deployments.places.hook_site import HookSite
@@ -134,7 +134,7 @@ class _Operands(NamedTuple):
 
     low: torch.Tensor  # [rows, 1, 1]
     high: torch.Tensor  # [rows, 1, 1]
-    vectors: torch.Tensor | None  # [rows or 1, heads or 1, features]
+    vectors: torch.Tensor | None  # [rows or 1, heads or 1, features]; of `PAIRED` kinds 2 * features
     heads: torch.Tensor | None  # the index of the heads; None for all
     features: torch.Tensor | None  # the index of the features; None for all
 
@@ -173,8 +173,20 @@ def _changed(key: EditKey, rows: torch.Tensor, operands: _Operands) -> tuple[tor
             new = wide - (wide * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
         case "clamp":
             new = wide.clamp(low, high)
+        case "clamp_projection":
+            length = (wide * v).sum(-1, keepdim=True)
+            new = wide + (length.clamp(low, high) - length) * v
+        case "rotate":
+            v, w = v.chunk(2, dim=-1)
+            along, across = (wide * v).sum(-1, keepdim=True), (wide * w).sum(-1, keepdim=True)
+            new = wide + (low * along - high * across) * v + (high * along + low * across) * w
+        case "ablate":
+            v, mean = v.chunk(2, dim=-1)
+            new = wide + ((mean - wide) * v).sum(-1, keepdim=True) * v
         case "replace":
             new = v.expand_as(wide)
+        case "mix":
+            new = (1 - low) * wide + low * v
         case "feature":
             assert key.change is not None
             sae, feature, how = key.change
@@ -254,6 +266,7 @@ class StaticPlan:
             if key.kind not in ("scale", "clamp"):
                 heads = len(key.heads) if key.heads else math.prod(key.shape[:-1])
                 features = len(key.features) if key.features else key.shape[-1]
+                features *= 2 if key.kind in PAIRED else 1
                 dtype = torch.promote_types(place.dtype, torch.float32)
                 vectors = torch.zeros(rows, heads, features, dtype=dtype, device=device)
             self._operands.append(_Operands(low[i], high[i], vectors, *_indices(key)).to(device))

@@ -19,7 +19,11 @@ from deployments.points.token_choices import Tokens as Tokens
 from deployments.readouts.gates import Gate
 from deployments.readouts.values import Readout
 
-Kind = Literal["add", "add_norm", "scale", "project_out", "clamp", "replace", "feature"]
+Kind = (
+    Literal["add", "add_norm", "scale", "project_out", "clamp", "clamp_projection", "rotate", "ablate", "replace"]
+    | Literal["mix", "feature"]
+)
+PAIRED = ("rotate", "ablate")  # kinds with two vectors v and w, concatenated along the last axis of `Edit.vector`
 Index = tuple[int, ...] | None  # None for all
 OUTLIER = 10  # times the median, from which on a norm is an outlier, as the first token's often is
 MOST_PARTS = 512  # tensors of single rows that are kept apart; each takes far more memory than its number
@@ -88,15 +92,19 @@ class Edit:
 
     Attributes:
         point: The point that it changes.
-        kind: The operation: x + vector; x + |x| * vector; x * low; x without its component along vector; x clamped to
-            low and high; vector instead of x; or, for `feature`, x with one feature of an autoencoder changed by low.
+        kind: The new value of a row x. `add`: x + v, with v the vector. `add_norm`: x + |x| v. `scale`: low x.
+            `project_out`: x without its component along v. `clamp`: x with each entry from low to high.
+            `clamp_projection`: x with x.v from low to high, for a unit vector v. `rotate`: x rotated from v to w by an
+            angle with the cosine low + 1 and the sine high, for orthonormal v and w. `ablate`: x with x.v set to w.v,
+            for a unit vector v. `replace`: v. `mix`: (1 - low) x + low v. `feature`: x with one feature of an
+            autoencoder changed by low.
         tokens: The tokens that it changes.
         features: The entries of the last axis that it changes.
         heads: The heads that it changes, at a point of heads.
-        vector: [..., features], shaped like a row of the point, in float32 or wider; or [tokens, ..., features], in any
-            dtype, to replace each token's row by another. On the model's device.
-        low: The factor, or the least value.
-        high: The greatest value.
+        vector: [..., features], shaped like a row of the point, in float32 or wider; [..., 2 * features] for `PAIRED`
+            kinds; [tokens, ..., features], in any dtype, to replace each token's row by another. On the model's device.
+        low: The first number of the kind.
+        high: The second number of the kind.
         norms: Collects |x| of the changed part of each row, for heads their mean; for kinds in units of the norm.
         change: For the kind `feature`, the feature.
         field: Its field in the request.
@@ -176,20 +184,12 @@ class ActingEdits(NamedTuple):
     @classmethod
     def at(cls, position: int, edits: Sequence[Edit]) -> ActingEdits:
         """Those that act on the token at a position, and for how many tokens they stay the same."""
-        stop = min((_next_bound(edit.tokens, position) for edit in edits), default=sys.maxsize)
+        stop = min((edit.tokens.next_bound(position) for edit in edits), default=sys.maxsize)
         acting = [(slot, edit) for slot, edit in with_slots(edits) if edit.tokens.within(position, position + 1)]
         positioned = [(slot, edit) for slot, edit in acting if edit.per_token or edit.gate or edit.report or edit.norms]
         is_static = not any(edit.gate or edit.kind == "feature" for _, edit in acting)
         slots = frozenset(slot for slot, _ in acting) if is_static else None
         return cls(position, stop, acting, positioned, union(frozenset([slots])), next(_NUMBERS))
-
-
-def _next_bound(tokens: Tokens, position: int) -> int:
-    """A position up to which the tokens are chosen, or not, as the one at this position is."""
-    last = sys.maxsize if tokens.stop is None else tokens.stop
-    if tokens.few is not None and position < last:
-        return position + 1
-    return next((bound for bound in (tokens.first, last) if bound > position), sys.maxsize)
 
 
 @functools.lru_cache(maxsize=256)

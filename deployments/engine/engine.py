@@ -14,7 +14,9 @@ import queue
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -46,6 +48,7 @@ MOST_BROKEN = 3  # consecutive failures of single requests by an assertion of th
 MOST_AHEAD = 8  # forward passes launched ahead in a row while requests wait, which may fit by now
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -97,7 +100,8 @@ class Engine:
         self._left = 0  # requests that still waited when the scheduler looked last
         self._capture_budget = budget = CaptureBudget(capture_bytes)
         prefill_tokens = prefill_tokens or (1024 if model.device.type == "cpu" else 4096)
-        self._scheduler = Scheduler(self._memory, max_running, prefill_tokens, budget, model.packs)
+        kind = model.packs, model.has_states, model.mixers.stepwise
+        self._scheduler = Scheduler(self._memory, max_running, prefill_tokens, budget, *kind)
         self._arrivals = itertools.count()
         self._idle = True
         self._stopping = False
@@ -131,7 +135,7 @@ class Engine:
             )
             raise RequestError(message, field, "context_length_exceeded")
         if most > self._memory.longest:
-            needed = self._memory.most_held(most) * self._memory.position_bytes
+            needed = self._memory.most_held(most) * self._memory.position_bytes + self._memory.slot_bytes
             held = self._memory.budget_bytes
             message = f"{most} tokens need at least {needed} bytes of KV memory; the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
@@ -157,6 +161,20 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request at once; its last event has the reason "cancelled". Unknown ids are ignored."""
         self._inbox.put(functools.partial(self._cancel, request_id))
+
+    def call(self, work: Callable[[], _T]) -> Future[_T]:
+        """Call a function on the model's thread, between two forward passes of requests."""
+        result = Future[_T]()
+
+        def run() -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work())
+                except Exception as error:  # noqa: BLE001 - the future raises it
+                    result.set_exception(error)
+
+        self._inbox.put(run)
+        return result
 
     def written(self, request_id: str, size: int) -> None:
         """Report that `size` bytes of a request's released rows no longer need memory."""
@@ -236,7 +254,7 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         try:
-            self._scheduler.waiting.append(self._sequence(request))
+            self._scheduler.add(self._sequence(request))
         except Exception as error:  # an error of the request, such as in its grammar, ends only this request
             logger.exception("request %s failed before its first forward pass", request.id)
             self._queued.discard(request.id)
@@ -252,7 +270,9 @@ class Engine:
         vocabulary = self.model.hf.get_output_embeddings().out_features
         state = SamplingState(request, self.model.eos, vocabulary)
         scores = PromptScores(request, vocabulary) if request.prompt_logprobs is not None else None
-        return EngineSequence(request, text, state, recording, next(self._arrivals), scores, readouts=readouts)
+        mixers = self.model.mixers
+        inside = bool(mixers.paths) and any(mixers.contain(place.module) for place in request.places)
+        return EngineSequence(request, text, state, recording, next(self._arrivals), inside, scores, readouts=readouts)
 
     def _cancel(self, request_id: str) -> None:
         for seq in (*self._scheduler.waiting, *self._scheduler.running):

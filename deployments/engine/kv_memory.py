@@ -14,7 +14,10 @@ from deployments.model.batch import PAGE, Batch, SequenceKv, TokenSpan
 from deployments.model.device_memory import Reservation, unreserved_bytes
 from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model
+from deployments.model.states import KINDS as STATES
+from deployments.model.states import NO_SLOT
 
+STATES_PART = 0.5  # the most of the memory that states take, if there are pages
 NO_PAGE = 0  # stays zero; fills a table at pages that are not held, because torch reads before it masks
 
 
@@ -30,6 +33,8 @@ class KvMemory:
     Attributes:
         cache: The pages.
         pages: The number of pages.
+        slots: The number of slots of states; 0 if the model's layers have none.
+        slot_bytes: Bytes of a sequence's states.
         padding_page: A further page, which rows without a sequence write to.
         position_bytes: Bytes of one position over all layers.
         slides: Whether every layer has a window, so that `slide` has work to do.
@@ -47,17 +52,25 @@ class KvMemory:
             kv_fraction: The budget as a fraction of the free memory, used without `kv_bytes`; half by default. Pages
                 that another model has reserved and not written to yet are not free.
         """
-        probe, by_device = _one_page(model)
-        page_bytes = by_device.total()
-        self.position_bytes = page_bytes // PAGE
-        free = min(
-            int(unreserved_bytes(device, model.name) * (kv_fraction or 0.5)) // size
-            for device, size in by_device.items()
-        )
-        most = max_running * pages_for(model.context)
-        self.pages = min(kv_bytes // page_bytes if kv_bytes else free, most)
+        probe, by_device, slot_by_device = _one_page(model)
+        self.position_bytes, self.slot_bytes = by_device.total() // PAGE, slot_by_device.total()
+
+        def fitting(sizes: Counter[torch.device], part: float, used: Counter[torch.device]) -> int:
+            if kv_bytes:
+                return int(kv_bytes * part - used.total()) // sizes.total()
+            share = (kv_fraction or 0.5) * part
+            free = {device: int(unreserved_bytes(device, model.name) * share) - used[device] for device in sizes}
+            return min(free[device] // size for device, size in sizes.items())
+
+        states, most = Counter[torch.device](), max_running * pages_for(model.context)
+        if slot_by_device:
+            slots = min(max_running, max(1, fitting(slot_by_device, STATES_PART if by_device else 1.0, states)))
+            states = Counter({device: slots * size for device, size in slot_by_device.items()})
+        self.pages = min(most, max(0, fitting(by_device, 1.0, states))) if by_device else most
+        self.slots = slots if slot_by_device else 0
+        self._free_slots = list(range(self.slots, NO_SLOT, -1))
         self.padding_page = self.pages + 1
-        self.cache = PagedCache(self.pages + 2, like=probe)
+        self.cache = model.new_cache(self.pages + 2, self.slots + 1, like=probe)
         self.cache.zero(NO_PAGE)
         self.slides = bool(probe.window)
         self._window = probe.window or model.context
@@ -75,13 +88,14 @@ class KvMemory:
 
     @property
     def budget_bytes(self) -> int:
-        """The most bytes of all pages."""
-        return self.pages * PAGE * self.position_bytes
+        """The most bytes of all pages and states."""
+        return self.pages * PAGE * self.position_bytes + self.slots * self.slot_bytes
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pages in use, including those kept for later prompts."""
-        return (self.pages - len(self._free)) * PAGE * self.position_bytes
+        """Bytes of the pages and states in use, including pages kept for later prompts."""
+        states = (self.slots - len(self._free_slots)) * self.slot_bytes
+        return (self.pages - len(self._free)) * PAGE * self.position_bytes + states
 
     @property
     def longest(self) -> int:
@@ -102,6 +116,8 @@ class KvMemory:
         missing = pages_for(tokens) - len(kv.pages)
         if missing > self.available:
             return False
+        if self.slots and kv.slot == NO_SLOT:
+            kv.slot = self._free_slots.pop()  # there is one for each running sequence
         taken = [self._free.pop() if self._free else self._forget_oldest() for _ in range(missing)]
         kv.pages.extend(taken)
         self._holders.update(taken)
@@ -125,7 +141,10 @@ class KvMemory:
             kv.passed = passed
 
     def release(self, kv: SequenceKv) -> None:
-        """Release all pages of a sequence."""
+        """Release all pages and the states of a sequence."""
+        if kv.slot != NO_SLOT:
+            self._free_slots.append(kv.slot)
+        kv.slot, kv.state_at = NO_SLOT, 0
         self._leave(kv.pages[kv.passed :])
         del kv.pages[:]
         kv.passed = kv.known = 0
@@ -232,12 +251,16 @@ def pages_for(tokens: int) -> int:
 
 
 @torch.inference_mode()
-def _one_page(model: Model) -> tuple[PagedCache, Counter[torch.device]]:
-    """A cache of one page after the forward pass of a token, and its bytes on each device."""
-    cache, kv = PagedCache(), SequenceKv([0])
+def _one_page(model: Model) -> tuple[PagedCache, Counter[torch.device], Counter[torch.device]]:
+    """A cache of one page after the forward pass of a token, its bytes and those of the states on each device."""
+    cache, kv = model.new_cache(), SequenceKv([0], 1)
     model.forward(Batch([1 % model.vocabulary], [TokenSpan(kv, 0, 1)], None, model.device), cache)
-    sizes = cache.page_bytes
+    sizes, of_states = cache.page_bytes, cache.states.slot_bytes
     layers: list[Any] = kv.lone.layers if kv.lone else []
     for layer in layers:
-        sizes[layer.keys.device] += PAGE * (layer.keys.nbytes + layer.values.nbytes)
-    return cache, sizes
+        for name, part in vars(layer).items():
+            for tensor in part.values() if isinstance(part, dict) else [part]:
+                if isinstance(tensor, torch.Tensor):
+                    counted, count = (of_states, 1) if name in STATES else (sizes, PAGE)
+                    counted[tensor.device] += count * tensor.nbytes
+    return cache, sizes, of_states

@@ -32,8 +32,6 @@ from deployments.engine.scheduler import Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.statistics import Statistics
 from deployments.model import device_memory
-from deployments.readouts.gates import Gate
-from deployments.readouts.sequence import SequenceReadouts
 from deployments.readouts.spec import ReadoutRows
 
 logger = logging.getLogger(__name__)
@@ -75,9 +73,13 @@ class OutputProcessor:
     def may_run_ahead(seq: Sequence) -> bool:
         """Whether to launch a sequence's next forward pass before its next token is known on the host.
 
-        The host waits for the values of a lens and of readouts in each step, and so would wait for the next one.
+        The host waits for the values of a lens, of readouts and of monitors that may end the answer in each step, and
+        so would wait for the next one. Recorded rows could leave before the values of monitors that ran ahead. Which
+        part of the answer a token is must be known before its row is computed.
         """
-        return not (seq.ending or seq.reads or seq.request.lens or seq.sampling_state.needs_last)
+        watched = seq.watch and (seq.watch.set.stops or seq.recording)
+        waits = seq.reads or watched or seq.request.lens or seq.request.parts is not None
+        return not (seq.ending or waits or seq.sampling_state.needs_last)
 
     @staticmethod
     def choose(seqs: list[Sequence], logits: torch.Tensor, ahead: int = 0) -> Choice:
@@ -89,7 +91,7 @@ class OutputProcessor:
         seqs, logits, lens, stopped = outcome
         if not seqs:
             return
-        ended = {i for i, seq in enumerate(seqs) if seq.ending or (i in stopped and seq.may_stop)}
+        ended = {i for i, seq in enumerate(seqs) if seq.ending or (i in stopped and seq.may_stop(stopped[i]))}
         waiting = {i for i, seq in enumerate(seqs) if i not in ended and not self._may_draw(seq)}
         undrawn = ended | waiting
         if chosen is None:
@@ -101,7 +103,7 @@ class OutputProcessor:
                 if seq.ending:  # its text is complete; this forward pass was for its last row
                     self.finish(seq, seq.ending)
                 elif i in ended:
-                    self._stop(seq, *stopped[i])
+                    self._stop(seq, stopped[i])
                 elif i in chosen.failed:
                     own = chosen.failed[i] in (NOT_FINITE, NO_TOKEN_LEFT)
                     self.finish(seq, "error", chosen.failed[i], "engine_error" if own else GRAMMAR_TOO_COMPLEX)
@@ -132,7 +134,7 @@ class OutputProcessor:
         seq.recording.leaving = False
         try:
             if (captured := flushed()) is not None:
-                captured = _with_columns(captured, seq.readouts)
+                captured = _with_columns(captured, seq)
         except Exception as error:  # noqa: BLE001 - any error ends only this request's recording
             seq.recording.failed = _capture_failure(seq, error)  # at once: the job that finishes it may come first
             self._ring.worker.run(partial(seq.recording.give_up, seq.recording.failed))
@@ -174,7 +176,7 @@ class OutputProcessor:
             if (captured := rows()) is not None:
                 if seq.recording and seq.recording.failed:
                     raise CaptureError(seq.recording.failed)
-                captured = _with_columns(captured, seq.readouts)
+                captured = _with_columns(captured, seq)
         except Exception as failed:  # noqa: BLE001 - as above: the request still gets its last event
             captured, error = None, _capture_failure(seq, failed)
         try:
@@ -200,6 +202,7 @@ class OutputProcessor:
                 readouts=readouts,
                 stop_reason=seq.stop_reason,
                 cached=seq.cached,
+                monitored=seq.watch.results() if seq.watch else (),
             )
         )
 
@@ -208,12 +211,11 @@ class OutputProcessor:
         grammar_state = seq.sampling_state.grammar_state
         return grammar_state is None or grammar_state.ready(self._compiled)
 
-    def _stop(self, seq: Sequence, gate: Gate, position: int) -> None:
-        """End an answer at a row that met its `stop_when`; that row's token was sent already."""
+    def _stop(self, seq: Sequence, reason: StopReason) -> None:
+        """End an answer at a row that met its `stop_when` or a monitor; that row's token was sent already."""
         if not self._emit_scores(seq):
             return
-        value = float(gate.value) if gate.value is not None else float("nan")
-        seq.stop_reason = StopReason(gate.source.name, value, position)
+        seq.stop_reason = reason
         if text := seq.text.close(seq.tokens):
             self._emit(seq, Delta(seq.request.id, (), text))
         self.finish(seq, "stop")
@@ -246,6 +248,8 @@ class OutputProcessor:
             self.finish(seq, "length")
             return
         seq.add(token)
+        if request.parts is not None:
+            request.parts.add(token)
         self._statistics.tokens += 1
         ended = token in seq.sampling_state.ends
         logprobs = (logprob._replace(offset=seq.text.length),) if logprob else ()
@@ -262,11 +266,14 @@ class OutputProcessor:
             self.finish(seq, seq.ending)
 
 
-def _with_columns(captured: Captured, readouts: SequenceReadouts | None) -> Captured:
-    """Add the values of readouts at the same tokens to recorded rows."""
-    if readouts is None or not captured.positions:
+def _with_columns(captured: Captured, seq: Sequence) -> Captured:
+    """Add the values of readouts at the same tokens to recorded rows, and to those that are stored the monitors'."""
+    if not captured.positions:
         return captured
-    return captured._replace(values={**captured.values, **readouts.columns(captured.positions)})
+    columns = seq.readouts.columns(captured.positions) if seq.readouts else {}
+    if seq.watch and seq.request.capture and seq.request.capture.destination != "inline":
+        columns |= seq.watch.columns(captured.positions)
+    return captured._replace(values={**captured.values, **columns})
 
 
 def _capture_failure(seq: Sequence, error: Exception) -> str:

@@ -54,7 +54,7 @@ class Recovery:
         self._memory.trim()
         for chunk in [] if relieved else chunks:
             seq = chunk.sequence
-            size = mib(self._memory.most_held(seq.need) * self._memory.position_bytes)
+            size = mib(self._memory.most_held(seq.need) * self._memory.position_bytes + self._memory.slot_bytes)
             message = (
                 f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
                 f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "

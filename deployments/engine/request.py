@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -15,11 +15,14 @@ if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
 
     from deployments.engine.decoding.guided import Grammar
     from deployments.engine.edits import Edit
-    from deployments.places.hook_site import Point
+    from deployments.places.hook_site import HookSite, Point
     from deployments.points.patterns import Patterns
+    from deployments.points.placement import AnswerReasoning
     from deployments.readouts.gates import Gate
+    from deployments.readouts.monitors import MonitorSet
     from deployments.readouts.sequence import ResolvedReadout
     from deployments.readouts.spec import ReadoutRows
+    from deployments.readouts.values import FittedLens
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -72,7 +75,9 @@ class LensLayers(NamedTuple):
         targets: Ids of tokens whose logprob and rank are returned as well.
         prompt: The prompt's tokens after which the lens is computed.
         generated: Whether it is computed for each new token as well.
+        part: Whether the lens of the token at a position is returned; None for all.
         last: The last layer's output, if the target of each token is the top token of the last layer.
+        fitted: The lens that the outputs pass first; None for none.
     """
 
     layers: tuple[int, ...]
@@ -81,7 +86,9 @@ class LensLayers(NamedTuple):
     targets: tuple[int, ...] = ()
     prompt: Tokens = Tokens(0, 0)
     generated: bool = True
+    part: Callable[[int], bool] | None = None
     last: Point | None = None
+    fitted: FittedLens | None = None
 
 
 class LayerTokens(NamedTuple):
@@ -95,11 +102,28 @@ class LayerTokens(NamedTuple):
 
 
 class StopReason(NamedTuple):
-    """The row that ended an answer: the position of its token, and the readout's value there."""
+    """The row that ended an answer: the readout, its value, the token's position, and the monitor if one ended it."""
 
     readout: str
     value: float
     token: int
+    monitor: str | None = None
+
+
+class Monitored(NamedTuple):
+    """What a monitor has read in an answer.
+
+    Attributes:
+        name: The monitor.
+        value: The largest value, for a condition `below` the smallest; None if no value is finite.
+        position: The position of its row in prompt and answer.
+        fired: The position of the first row that met the condition; None for none.
+    """
+
+    name: str
+    value: float | None
+    position: int | None
+    fired: int | None
 
 
 @dataclass(frozen=True)
@@ -124,10 +148,13 @@ class Request:
         lens: The logit lens to return with each token; None for none.
         readouts: Readouts whose values are returned.
         stop_when: The answer ends before the token that would follow a row that met this; None for never.
+        monitors: The operator's monitors; None for none.
         continues: Its text continues the prompt's, so that a space between them is part of it.
         streamed: Return what each step adds; otherwise everything comes with the end.
-        owner: A prefix's keys and values are shared only among requests of the same owner, because the number of
-            reused tokens would reveal another owner's prompts.
+        parts: Follows the answer's reasoning; None if no choice of tokens depends on it.
+        owner: Owners share the engine: of those that wait, the one with the fewest tokens so far comes next. A prefix's
+            keys and values are shared only among requests of the same owner, because the number of reused tokens would
+            reveal another owner's prompts.
     """
 
     id: str
@@ -147,9 +174,18 @@ class Request:
     lens: LensLayers | None = None
     readouts: tuple[ResolvedReadout, ...] = ()
     stop_when: Gate | None = field(default=None, hash=False)
+    monitors: MonitorSet | None = None
     continues: bool = False
     streamed: bool = True
+    parts: AnswerReasoning | None = field(default=None, hash=False)
     owner: str | None = None
+
+    @property
+    def places(self) -> set[HookSite]:
+        """The places that it reads or changes, those of the logit lens left out."""
+        places = {point.place for point in (*self.points, *(edit.point for edit in self.edits))}
+        read = [*(readout.source for readout in self.readouts), *(gate.source for gate in self.gates)]
+        return places | {source.place for source in read} | set(self.monitors.places if self.monitors else ())
 
     @property
     def gates(self) -> list[Gate]:
@@ -165,11 +201,13 @@ class Captured(NamedTuple):
         positions: [rows] index of each row's token in prompt + answer, ascending.
         token_ids: [rows] each row's token.
         values: Point name -> [rows, ...features], on the CPU; the rows of attention patterns grow.
+        seen: The ids of all tokens, recorded or not, that follow the last rows handed out before.
     """
 
     positions: Sequence[int]
     token_ids: Sequence[int]
     values: dict[str, torch.Tensor | Patterns]
+    seen: Sequence[int]
 
     @property
     def bytes(self) -> int:
@@ -257,7 +295,8 @@ class Finished:
         cached: Tokens of the prompt that were reused from an earlier request with the same prefix.
         memory: The memory held while it ran.
         readouts: Rows of readouts that no earlier `Delta` contained.
-        stop_reason: The row that ended it, if its `stop_when` did.
+        stop_reason: The row that ended it, if its `stop_when` or a monitor did.
+        monitored: What the monitors have read.
     """
 
     id: str
@@ -273,6 +312,7 @@ class Finished:
     readouts: tuple[ReadoutRows, ...] = ()
     stop_reason: StopReason | None = None
     cached: int = 0
+    monitored: tuple[Monitored, ...] = ()
 
 
 Event = PromptLogprobs | Delta | Rows | Finished

@@ -14,13 +14,13 @@ from deployments.engine.decode_steps import DecodeSteps
 from deployments.engine.decoding.lens_reader import LensReader, LensRow
 from deployments.engine.edit_plans import Effects, Plans
 from deployments.engine.kv_memory import KvMemory
-from deployments.engine.request import LayerTokens
+from deployments.engine.monitors import MonitorReader
+from deployments.engine.request import LayerTokens, StopReason
 from deployments.engine.scheduler import Chunk
 from deployments.engine.sequence import Sequence as EngineSequence
 from deployments.model.batch import PAGE, Batch, TokenSpan
 from deployments.model.model import Model
 from deployments.places.hook_site import HookSite
-from deployments.readouts.gates import Gate
 from deployments.readouts.reading import ReadoutReader, ReadSpan, Stacks
 
 
@@ -31,13 +31,13 @@ class ForwardResult(NamedTuple):
         sequences: Those whose next token it predicts; a sequence whose prompt is incomplete is left out.
         logits: [sequences, vocabulary].
         lens: Index in `sequences` -> the result of each layer, for sequences with a lens.
-        stopped: Index in `sequences` -> the condition and the row that met it, for sequences that `stop_when` ends.
+        stopped: Index in `sequences` -> the row that ends its answer, for sequences that `stop_when` or a monitor ends.
     """
 
     sequences: list[EngineSequence]
     logits: torch.Tensor
     lens: Mapping[int, tuple[LayerTokens, ...]]
-    stopped: Mapping[int, tuple[Gate, int]]
+    stopped: Mapping[int, StopReason]
 
 
 @dataclass
@@ -100,7 +100,11 @@ class Runner:
         lenses.begin()
         capture = ForwardCapture(self._ring, chunks)
         readouts = ReadoutReader([_read_span(chunk) for chunk in chunks if chunk.sequence.reads], self._stacks)
-        places = list(dict.fromkeys((*capture.places, *lenses.places, *readouts.places)))
+        monitors = MonitorReader(
+            (watch, chunk.start, chunk.row, chunk.count) for chunk in chunks if (watch := chunk.sequence.watch)
+        )
+        readers = lenses, readouts, monitors
+        places = list(dict.fromkeys(place for reader in (capture, *readers) for place in reader.places))
         scored = [
             (scores, range(chunk.row + unscored.start, chunk.row + unscored.stop))
             for chunk in chunks
@@ -109,6 +113,9 @@ class Runner:
 
         ids = [0] * len(chunks) if tokens is not None else [token for chunk in chunks for token in _tokens(chunk)]
         spans = [TokenSpan(chunk.sequence.kv, chunk.start, chunk.count) for chunk in chunks]
+        for chunk in chunks if self._model.has_states else ():
+            assert chunk.sequence.kv.state_at == chunk.start, "its states are those of its last token"
+            chunk.sequence.kv.state_at = -1
         steps = self._steps
         decodes = steps and (tokens is not None or all(chunk.sequence.decodes for chunk in chunks))
         step = steps.find(chunks, places) if steps and decodes else None
@@ -118,24 +125,33 @@ class Runner:
             values = {place: steps.stage[place][: len(chunks)] for place in places if place in step.came}
             capture.take_staged(values)
             for place, value in values.items():
-                lenses.take(place, value)
-                readouts.take(place, value)
+                for reader in readers:
+                    reader.take(place, value)
         else:
             assert tokens is None, "only decode steps run ahead"
             wanted = [_last_row(chunk) for chunk in deciding] + [row for _, rows in scored for row in rows]
             batch = Batch(ids, spans, None if len(deciding) == len(ids) else wanted, self._model.device)
-            logits = self._eager(chunks, batch, places, capture, lenses, readouts)
+            logits = self._eager(chunks, batch, places, capture, readers)
 
+        for chunk in chunks if self._model.has_states else ():
+            chunk.sequence.kv.state_at = chunk.start + chunk.count
         parts = torch.split(logits[len(deciding) :], [len(rows) for _, rows in scored]) if scored else ()
         logprobs = [scores.read(part) for (scores, _), part in zip(scored, parts, strict=True)]
         layers = lenses.read(self._model.unembedding)  # before any state changes: these may run out of memory
+        monitors.send()
         capture.send()
         capture.keep()
         sequences, logits = [chunk.sequence for chunk in deciding], logits[: len(deciding)]
 
         def commit() -> ForwardResult:
             met = readouts.keep()
-            stopped = {turn: met[row] for turn, chunk in enumerate(deciding) if (row := _last_row(chunk)) in met}
+            monitors.keep()
+            stopped = dict[int, StopReason]()
+            for turn, chunk in enumerate(deciding):
+                if (watch := chunk.sequence.watch) and watch.stop:
+                    stopped[turn] = watch.stop
+                elif (row := _last_row(chunk)) in met:
+                    stopped[turn] = StopReason(*met[row])
             if effects:
                 effects.keep({chunk.row for chunk in chunks if not chunk.sequence.done})
             for (scores, _), new in zip(scored, logprobs, strict=True):
@@ -156,18 +172,16 @@ class Runner:
         batch: Batch,
         places: Sequence[HookSite],
         capture: ForwardCapture,
-        lenses: LensReader,
-        readouts: ReadoutReader,
+        readers: tuple[LensReader, ReadoutReader, MonitorReader],
     ) -> torch.Tensor:
         """[wanted, vocabulary] logits of a forward pass of any chunks; hooks read and change its values."""
         plan = self._plans.of(chunks)
 
         def visit(place: HookSite, value: Any) -> torch.Tensor | None:
-            new = plan.apply(place, value, readouts)
+            new = plan.apply(place, value, readers[1])
             seen = value if new is None else new
-            capture.take(place, seen)
-            lenses.take(place, seen)
-            readouts.take(place, seen)
+            for reader in (capture, *readers):
+                reader.take(place, seen)
             return new
 
         places = [*places, *plan.places]
@@ -197,7 +211,9 @@ class Runner:
         before, seq.fed = seq.fed, chunk.start + chunk.count
         if seq.recording:
             seq.recording.rows = max(seq.recording.rows, seq.fed)
-        if self._model.packs and seq.fed // PAGE > before // PAGE:  # it has filled a page
+        if (
+            self._model.packs and not self._model.has_states and seq.fed // PAGE > before // PAGE
+        ):  # it has filled a page
             self._memory.remember(seq.kv, seq.token_ids, min(seq.fed, seq.unchanged))
 
 

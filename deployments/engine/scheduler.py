@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections.abc
-from collections import deque
-from collections.abc import Container, Hashable
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Container, Hashable, Iterator
 from dataclasses import dataclass
 
 from deployments.engine.capture_budget import CaptureBudget
@@ -47,7 +48,7 @@ class Scheduler:
     """Waiting and running sequences, and the limits of admission.
 
     Attributes:
-        waiting: First come, first served.
+        waiting: In the order of arrival, preempted ones first.
         running: Those that hold pages, in the order of admission.
         preempted: How often a sequence lost its pages.
         max_sequences: The most running sequences at present.
@@ -56,7 +57,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, memory: KvMemory, max_running: int, prompt_tokens: int, capture_budget: CaptureBudget, packs: bool
+        self,
+        memory: KvMemory,
+        max_running: int,
+        prompt_tokens: int,
+        capture_budget: CaptureBudget,
+        packs: bool,
+        has_states: bool,
+        stepwise: bool,
     ) -> None:
         """Initialize without sequences.
 
@@ -66,26 +74,76 @@ class Scheduler:
             prompt_tokens: The most prompt tokens of a forward pass.
             capture_budget: The budget for recorded rows.
             packs: Whether sequences share a forward pass.
+            has_states: Whether the model keeps a state of each sequence's last token alone. Prefixes are then not
+                shared.
+            stepwise: Whether a prompt's later pieces run token by token in the modules that keep it.
         """
         self.waiting = deque[Sequence]()
         self.running: list[Sequence] = []
         self._recording: list[Sequence] = []  # those of the running ones that record
         self._back: dict[Sequence, None] = {}  # waiting sequences that were preempted
         self.preempted = 0
-        self.max_sequences = self._most_sequences = max_running
+        self.max_sequences = self._most_sequences = min(max_running, memory.slots or max_running)
         self.tokens = self._most_tokens = prompt_tokens
         self._memory = memory
         self._capture_budget = capture_budget
-        self._packs = packs
+        self._packs, self._has_states, self._stepwise = packs, has_states, stepwise
+        self._shares = packs and not has_states
         self._blocked: list[Sequence] = []  # sequences that found too few pages in this step
+        self._served = Counter[str | None]()  # by owner: tokens of prompts and answers that have ended
         self._good = 0
         self._turn = 0
-        self._suspects: list[list[Sequence]] = []  # groups of a failed forward pass, to run separately
+        self._suspects: list[dict[Sequence, int]] = []  # groups of failed forward passes, to run separately up to there
 
     @property
     def recording(self) -> list[Sequence]:
         """Sequences that have or may have recorded rows: running ones and preempted ones."""
         return self._recording + [seq for seq in self._back if seq.recording and seq.recording.bytes]
+
+    # ---- the queue
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. An owner with none waiting starts at the tokens of the least served of those that wait."""
+        if not self.waiting and not self.running:
+            self._served.clear()
+        owner = seq.request.owner
+        self._served[owner] += 0
+        if len(self._served) > 1 and all(other.request.owner != owner for other in reversed(self.waiting)):
+            served = self._tokens_served()
+            waiting = {served[other.request.owner] for other in self.waiting}
+            start = min(waiting) if waiting else max(served[other.request.owner] for other in self.running)
+            self._served[owner] += max(0, start - served[owner])  # a pause gives no right to more later
+        self.waiting.append(seq)
+
+    def _tokens_served(self) -> Counter[str | None]:
+        """The tokens of each owner's prompts and answers so far, whole prompts from their admission."""
+        served = self._served.copy()
+        for seq in (*self.running, *self._back):
+            served[seq.request.owner] += seq.length
+        return served
+
+    def _in_turn(self) -> Iterator[Sequence]:
+        """Waiting sequences in the order of admission: preempted ones, then those of the least served owner.
+
+        An owner's own keep their order. This is the virtual token counter of Sheng et al., "Fairness in Serving Large
+        Language Models" (OSDI 2024).
+        """
+        served, queues = self._tokens_served(), defaultdict[str | None, deque[Sequence]](deque)
+        for seq in self.waiting:
+            if seq in self._back:
+                yield seq
+            else:
+                queues[seq.request.owner].append(seq)
+        turns = [(served[owner], queue[0].arrival, owner) for owner, queue in queues.items()]
+        heapq.heapify(turns)
+        while turns:
+            tokens, _, owner = turns[0]
+            seq = queues[owner].popleft()
+            if queues[owner]:
+                heapq.heapreplace(turns, (tokens + seq.length, queues[owner][0].arrival, owner))
+            else:
+                heapq.heappop(turns)
+            yield seq
 
     # ---- the next forward pass
 
@@ -94,6 +152,9 @@ class Scheduler:
         if self._memory.slides:
             for seq in self.running:
                 self._memory.slide(seq.kv, seq.fed)
+        if self._has_states:
+            for seq in [seq for seq in self.running if seq.kv.state_at != seq.fed]:
+                self.preempt(seq)  # a failed forward pass has changed its states
         decoding = self._decoding()
         chunks = [Chunk(seq, seq.fed, 1) for seq in decoding]
         if self.waiting or len(decoding) < len(self.running):
@@ -104,15 +165,25 @@ class Scheduler:
                 break
             self.preempt(max(stuck, key=lambda seq: seq.arrival))  # none has pages for its next tokens
             chunks = self._prompts(self.tokens)
+        if group := self._suspected():
+            chunks = [chunk for chunk in chunks if chunk.sequence in group] or chunks
+        if any(chunk.sequence.inside for chunk in chunks):
+            chunks = self._separated(chunks)
         if not self._packs:
             chunks = sorted(chunks, key=lambda chunk: chunk.sequence.turn)[:1]
             self._turn += 1
             for chunk in chunks:
                 chunk.sequence.turn = self._turn
-        if self._suspects:
-            group = self._suspects.pop()
-            chunks = [chunk for chunk in chunks if chunk.sequence in group] or chunks
         return chunks
+
+    def _separated(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Either all decodes or one prompt, in turns."""
+        decodes = [chunk for chunk in chunks if chunk.sequence.decodes]
+        self._turn += 1
+        prompts = chunks[len(decodes) :][:1]
+        for chunk in prompts if self._stepwise else ():
+            chunk.count = 1 if chunk.start else chunk.count
+        return decodes if decodes and (self._turn % 2 or not prompts) else prompts
 
     def may_run_ahead(self, chunks: collections.abc.Sequence[Chunk]) -> bool:
         """Whether all running sequences are those of a decode step, and have pages for the next one."""
@@ -124,9 +195,22 @@ class Scheduler:
         return all(self._memory.grow(chunk.sequence.kv, chunk.start + 2) for chunk in chunks)
 
     def suspect(self, chunks: collections.abc.Sequence[Chunk]) -> None:
-        """Run the sequences of a failed forward pass in two halves next, to find the one at fault."""
-        seqs = [chunk.sequence for chunk in chunks]
-        self._suspects += [seqs[len(seqs) // 2 :], seqs[: len(seqs) // 2]]
+        """Run the sequences of a failed forward pass in two halves next, to find the one at fault.
+
+        With states, a sequence first runs again from its start; only its next decode shows whether it fails.
+        """
+        until = {chunk.sequence: chunk.start + chunk.count + self._has_states for chunk in chunks}
+        seqs = list(until)
+        for half in (seqs[len(seqs) // 2 :], seqs[: len(seqs) // 2]):
+            self._suspects.append({seq: until[seq] for seq in half})
+
+    def _suspected(self) -> dict[Sequence, int]:
+        """The group of suspects that runs now; empty if there is none."""
+        while self._suspects:
+            if any(not seq.done and seq.fed < until for seq, until in self._suspects[-1].items()):
+                return self._suspects[-1]
+            self._suspects.pop()
+        return {}
 
     def _decoding(self) -> list[Sequence]:
         """Decoding sequences, each with a page for its next token; while a page is missing, preempt the youngest."""
@@ -175,12 +259,12 @@ class Scheduler:
             if room is not None and seq.recording:
                 room = max(0, room - seq.recording.size(seq.fed, count))
             chunks.append(Chunk(seq, seq.fed, count))
-            if self._packs:
+            if self._shares:
                 coming.add(self._memory.next_page(seq.kv, seq.token_ids, min(seq.fed + count, seq.unchanged)))
         return chunks
 
     def _fitting(self) -> list[Sequence]:
-        """Waiting sequences that can be admitted in order of arrival, given the free pages and capture memory."""
+        """Waiting sequences that can be admitted, given the free pages and capture memory."""
         fitting: list[Sequence] = []
         self._blocked = []
         if not self.waiting or len(self.running) >= self.max_sequences:
@@ -190,7 +274,7 @@ class Scheduler:
         reserved = self._capture_budget.reserved(self.running)
         lookups = 0
         closed = set[bool]()  # whether those that keep their rows until the end, or the others, wait for capture memory
-        for seq in self.waiting:
+        for seq in self._in_turn() if len(self._served) > 1 else self.waiting:
             if seq.recording is not None:
                 keeps = seq.recording.reserve > 0
                 if keeps in closed or not self._capture_budget.admits(seq, reserved):
@@ -211,6 +295,7 @@ class Scheduler:
                 self._blocked.append(seq)
                 continue
             promised += pages
+            seq.overtakes = len(self._blocked)
             fitting.append(seq)
             reserved += seq.recording.reserve if seq.recording else 0
         return fitting
@@ -225,7 +310,7 @@ class Scheduler:
         It waits for pages in `coming`, which others fill in this forward pass, if it can share one of these.
         """
         tokens, shared = seq.token_ids, 0
-        if self._packs:
+        if self._shares:
             shared = self._memory.share(seq.kv, tokens, seq.unshared, seq.request.owner)
             self._memory.slide(seq.kv, shared)
         following = self._memory.next_page(seq.kv, tokens, seq.unshared)
@@ -237,8 +322,8 @@ class Scheduler:
             seq.cached = shared
         if seq.recording:
             seq.recording.rows = max(seq.recording.rows, shared)
-        for other in self._blocked:
-            other.overtaken += other.arrival < seq.arrival
+        for other in self._blocked[: seq.overtakes]:
+            other.overtaken += 1
         self.waiting.remove(seq)
         self._back.pop(seq, None)
         self.running.append(seq)
@@ -250,7 +335,7 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Release a sequence's pages; it keeps its tokens and recorded rows, and runs again from the start."""
-        self.remove(seq)
+        self._take_out(seq)
         seq.stalled = False
         self.waiting.appendleft(seq)
         self._back[seq] = None
@@ -258,6 +343,11 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Release a sequence's pages, or remove it from the queue."""
+        if seq in self.running or seq in self._back:
+            self._served[seq.request.owner] += seq.length
+        self._take_out(seq)
+
+    def _take_out(self, seq: Sequence) -> None:
         self._back.pop(seq, None)
         if seq in self.running:
             self.running.remove(seq)

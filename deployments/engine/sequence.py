@@ -10,6 +10,7 @@ from deployments.engine.decoding.prompt_logprobs import PromptScores
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
 from deployments.engine.edits import ActingEdits
+from deployments.engine.monitors import Watch
 from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request, StopReason
 from deployments.model.batch import SequenceKv
 from deployments.readouts.sequence import SequenceReadouts
@@ -26,6 +27,7 @@ class Sequence:
     sampling_state: SamplingState
     recording: CaptureBuffer | None  # its recorded rows
     arrival: int  # its number in the order of arrival
+    inside: bool = False  # whether it visits places that prompts and decodes reach in separate calls of a module
     scores: PromptScores | None = None  # the logprobs of its prompt's tokens, until they are emitted
     memory: MemoryUse = field(default_factory=MemoryUse)
     tokens: list[int] = field(default_factory=list)  # generated so far; `add` appends to them
@@ -35,6 +37,7 @@ class Sequence:
     cached: int = 0  # prompt tokens that an earlier sequence had computed
     turn: int = 0  # the step in which it last ran, if sequences do not share forward passes
     overtaken: int = 0  # later sequences admitted while it waited for pages
+    overtakes: int = 0  # sequences before it that found too few pages when it was last to be admitted
     no_memory_at: int = -1  # its length when it last ran out of memory alone
     stalled: bool = False  # paused until its recorded rows are written or its grammar is compiled
     unsent: list[Delta] = field(default_factory=list)  # kept until its end, if it is not streamed
@@ -42,12 +45,14 @@ class Sequence:
     ending: FinishReason | None = None  # one more forward pass computes the last token's activations
     prompt_lens: list[tuple[int, tuple[LayerTokens, ...]]] = field(default_factory=list)  # by positions
     readouts: SequenceReadouts | None = None
-    stop_reason: StopReason | None = None  # the row that met its `stop_when`
+    watch: Watch | None = field(init=False)  # the values of its monitors
+    stop_reason: StopReason | None = None  # the row that met its `stop_when` or a monitor
     acting: ActingEdits | None = None  # the result of `acting_at`, until another position needs another
 
     def __post_init__(self) -> None:
         self.length = len(self.request.prompt) + len(self.tokens)
         self.reads = bool(self.readouts or self.request.gates)  # whether readouts are read for it
+        self.watch = Watch(self.request.monitors, len(self.request.prompt)) if self.request.monitors else None
 
     def add(self, token: int) -> None:
         """Append its next token."""
@@ -80,10 +85,10 @@ class Sequence:
             return False
         return self.recording.wants_generated if self.tokens else self.recording.wants_prompt
 
-    @property
-    def may_stop(self) -> bool:
-        """Whether its `stop_when` can end it now."""
-        return bool(self.request.max_tokens) and len(self.tokens) >= self.request.sampling.min_tokens
+    def may_stop(self, reason: StopReason) -> bool:
+        """Whether its `stop_when` can end it now; the operator's monitors always can."""
+        is_due = bool(self.request.max_tokens) and len(self.tokens) >= self.request.sampling.min_tokens
+        return is_due or reason.monitor is not None
 
     @property
     def lens(self) -> LensLayers | None:
@@ -115,6 +120,7 @@ class Sequence:
             firsts.append(len(self.scores.logprobs))
         firsts += [gate.known for gate in request.gates if not gate.here]
         firsts += self.readouts.known if self.readouts else []
+        firsts += [self.watch.known] if self.watch else []
         if request.lens:
             firsts += [next(iter(self.lensed(0, prompt)), prompt)]
         return max(0, min(firsts))

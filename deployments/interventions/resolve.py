@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,15 +9,32 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.engine.edits import Edit, FeatureChange, Kind, Norms, Report, Tokens
+from deployments.engine.edits import Edit, FeatureChange, Kind, Norms, Report
 from deployments.errors import RequestError
 from deployments.interventions.stored_tensors import FetchedTensors
 from deployments.places.hook_site import Point
 from deployments.places.points import Points
 from deployments.points.capture import Features
-from deployments.points.interventions import Add, Change, ChangeFeature, Clamp, Intervention, ProjectOut, Replace, Scale
-from deployments.points.token_choices import Ends, Positions, TokenChoice, farthest, placed, resolve_ahead
+from deployments.points.interventions import (
+    VECTORS,
+    Ablate,
+    Add,
+    Change,
+    ChangeFeature,
+    Clamp,
+    ClampProjection,
+    Intervention,
+    ProjectOut,
+    Replace,
+    Rotate,
+    Scale,
+)
+from deployments.points.placement import Layout, placed
+from deployments.points.token_choices import Positions, TokenChoice, Tokens, farthest, resolve_ahead
 from deployments.readouts.resolver import ReadoutResolver
+
+ZERO = "a vector of zeros has no direction"
+PARALLEL = 1e-6  # sine of an angle below which two directions count as parallel; float32 gives them 7 digits
 
 
 class _Resolved(NamedTuple):
@@ -60,28 +76,28 @@ class EditResolver:
                 self._prepared[field] = _Resolved(spec, field, [self._feature(spec, field)])
                 continue
             named = points.named(spec.point, f"{field}.point")
-            if field in fetched.rows:
+            if isinstance(spec, Replace) and spec.rows:
                 edits = _patches(spec, fetched.rows[field], named, field, device)
             else:
-                vector = _vector(spec, fetched.tensors, field)
-                edits = [_edit(spec, vector, point, field, device) for point in named]
+                vectors = _vectors(spec, fetched.tensors, field)
+                edits = [_edit(spec, vectors, point, field, device) for point in named]
             self._prepared[field] = _Resolved(spec, field, edits)
 
-    def of(self, fields: Iterable[str], prompt: int, most: int, ends: Ends) -> tuple[Edit, ...]:
+    def of(self, fields: Iterable[str], prompt: int, most: int, layout: Layout) -> tuple[Edit, ...]:
         """The edits of a sequence.
 
         Args:
             fields: The fields of its interventions, in order.
             prompt: The number of prompt tokens.
             most: The number of prompt tokens and the most new ones.
-            ends: See `token_choices.placed`.
+            layout: See `placement.placed`.
 
         Raises:
             RequestError: It cannot have such tokens, or their number differs from that of the rows; names the field.
         """
         resolved = []
         for spec, field, edits in map(self._prepared.__getitem__, fields):
-            choice = placed(spec.tokens, ends, f"{field}.tokens")
+            choice = placed(spec.tokens, layout, f"{field}.tokens")
             tokens = resolve_ahead(choice, prompt, most, f"{field}.tokens")
             if farthest(choice) >= most:
                 raise RequestError(f"prompt and answer have positions 0 to {most - 1}", f"{field}.tokens")
@@ -104,38 +120,76 @@ class EditResolver:
         return Edit(point, "feature", change=change, low=spec.value or 0.0)
 
 
-def _vector(spec: Change, tensors: Mapping[str, torch.Tensor], field: str) -> torch.Tensor:
-    """The vector of an operation, in one row; empty if it has none."""
-    if not isinstance(spec, (Add, ProjectOut, Replace)) or spec.vector is None:
-        return torch.empty(0)
-    sent = tensors[spec.vector] if isinstance(spec.vector, str) else torch.tensor(spec.vector)
-    vector = (spec.scale if isinstance(spec, Add) else 1.0) * sent.flatten().float()
-    if not vector.isfinite().all():
-        raise RequestError("scale makes the vector infinite", f"{field}.scale")
-    has_direction = isinstance(spec, ProjectOut) or _is_relative(spec)
-    if has_direction and not sent.any():
-        raise RequestError("a vector of zeros has no direction", f"{field}.vector")
-    return vector / sent.flatten().float().norm() if _is_relative(spec) else vector
+def _vectors(spec: Change, tensors: Mapping[str, torch.Tensor], field: str) -> dict[str, torch.Tensor]:
+    """The vectors of an operation by their fields, each in one row."""
+    sent = {name: value for name in VECTORS if (value := getattr(spec, name, None)) is not None}
+    rows = {name: tensors[value] if isinstance(value, str) else torch.tensor(value) for name, value in sent.items()}
+    vectors = {name: row.flatten().float() for name, row in rows.items()}
+    if isinstance(spec, Add):
+        vector = vectors["vector"]
+        if spec.unit == "residual_norm":
+            vector = _unit(vector, f"{field}.vector").float()
+        vectors["vector"] = spec.scale * vector
+    for name, vector in vectors.items():
+        if not vector.isfinite().all():
+            at = "scale" if isinstance(spec, Add) else name
+            raise RequestError("the vector's numbers exceed float32: choose smaller ones", f"{field}.{at}")
+    return vectors
 
 
-def _is_relative(spec: Change) -> bool:
-    return isinstance(spec, Add) and spec.unit == "residual_norm"
-
-
-def _edit(spec: Change, vector: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
+def _edit(spec: Change, vectors: Mapping[str, torch.Tensor], point: Point, field: str, device: torch.device) -> Edit:
     heads, features = _part(spec, point, field)
-    edit = functools.partial(Edit, point, features=features, heads=heads)
-    if isinstance(spec, (Add, ProjectOut, Replace)):
-        kind: Kind = "add_norm" if _is_relative(spec) else spec.op
-        return edit(kind, vector=_fitted(vector, heads, features, point, field).to(device))
-    if isinstance(spec, Clamp):
-        low, high = -math.inf if spec.min is None else spec.min, math.inf if spec.max is None else spec.max
-        return edit("clamp", low=low, high=high)
-    return edit("scale", low=spec.factor if isinstance(spec, Scale) else 0.0)
+    fitted = {name: _fitted(row, heads, features, point, f"{field}.{name}") for name, row in vectors.items()}
+    kind: Kind
+    pair = tuple[torch.Tensor, ...]()
+    vector, low, high = fitted.get("vector"), 0.0, 0.0
+    match spec:
+        case Add():
+            kind = "add_norm" if spec.unit == "residual_norm" else "add"
+        case Replace():
+            kind, low = spec.kind, spec.alpha
+        case Ablate(vector=None):
+            kind, vector = "replace", fitted["mean"]
+        case Ablate():
+            kind, pair = "ablate", (_unit(fitted["vector"], f"{field}.vector"), fitted["mean"])
+        case ProjectOut():
+            kind, vector = "project_out", _unit(fitted["vector"], f"{field}.vector")
+        case Rotate():
+            first, second = (_unit(fitted[name], f"{field}.{name}") for name in ("vector", "toward"))
+            rest = second - (second * first).sum(-1, keepdim=True) * first
+            if (rest.norm(dim=-1) < PARALLEL).any():
+                message = "it is parallel to vector, so that they span no plane: choose another direction"
+                raise RequestError(message, f"{field}.toward")
+            angle = math.radians(spec.angle)
+            kind, pair = "rotate", (first, _unit(rest, f"{field}.toward"))
+            low, high = math.cos(angle) - 1, math.sin(angle)
+        case Clamp():
+            kind, low, high = "clamp", *spec.limits
+        case ClampProjection():
+            kind, low, high = "clamp_projection", *spec.limits
+            vector = _unit(fitted["vector"], f"{field}.vector")
+        case _:
+            kind, low = "scale", spec.factor if isinstance(spec, Scale) else 0.0
+    if pair:  # one of them may be the same for all heads
+        vector = torch.cat(torch.broadcast_tensors(*pair), dim=-1)  # type: ignore[no-untyped-call]
+    vector = None if vector is None else vector.float().to(device)
+    return Edit(point, kind, features=features, heads=heads, vector=vector, low=low, high=high)
+
+
+def _unit(vector: torch.Tensor, field: str) -> torch.Tensor:
+    """[..., features] in float64, divided by the norm of its last axis.
+
+    Raises:
+        RequestError: It is zero for a head; names the field.
+    """
+    norm: torch.Tensor = vector.double().norm(dim=-1, keepdim=True)
+    if not norm.all():
+        raise RequestError(ZERO, field)
+    return vector.double() / norm
 
 
 def _patches(
-    spec: Change, fetched: Sequence[torch.Tensor], points: Sequence[Point], field: str, device: torch.device
+    spec: Replace, fetched: Sequence[torch.Tensor], points: Sequence[Point], field: str, device: torch.device
 ) -> list[Edit]:
     """The edits that replace points' values by a stored run's rows [tokens, ...], one for each or the same for all."""
     if len(fetched) == len(points):
@@ -150,7 +204,7 @@ def _patches(
     return [replace(first, point=point) for point in points]  # they share the rows
 
 
-def _patch(spec: Change, rows: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
+def _patch(spec: Replace, rows: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
     """The edit that replaces a point's values by a stored run's rows [tokens, ...]."""
     heads, features = _part(spec, point, field)
     if math.prod(rows.shape[1:]) == math.prod(point.shape):
@@ -163,10 +217,12 @@ def _patch(spec: Change, rows: torch.Tensor, point: Point, field: str, device: t
         raise RequestError("the run's rows have values that are not finite", f"{field}.from")
     part = rows if heads is None else rows[:, list(heads)]
     part = part if features is None else part[..., list(features)]
-    return Edit(point, "replace", features=features, heads=heads, vector=part.to(device))
+    return Edit(point, spec.kind, features=features, heads=heads, vector=part.to(device), low=spec.alpha)
 
 
-def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most: int, field: str) -> torch.Tensor:
+def _paired(
+    rows: torch.Tensor | None, choice: TokenChoice | Tokens, tokens: Tokens, most: int, field: str
+) -> torch.Tensor:
     """The rows [tokens, ...] for the tokens, in ascending order of these."""
     assert rows is not None
     listed = choice.positions if isinstance(choice, Positions) else tokens.within(0, most)
@@ -192,7 +248,7 @@ def _part(spec: Change, point: Point, field: str) -> tuple[tuple[int, ...] | Non
 def _heads(spec: Change, point: Point, field: str) -> tuple[int, ...] | None:
     if spec.heads is None:
         return None
-    if not point.name.endswith(".attention.heads"):
+    if len(point.shape) < 2:
         raise RequestError(f"{point.name} has no heads: they are at layers.{{i}}.attention.heads", f"{field}.heads")
     if max(spec.heads) >= point.shape[0]:
         raise RequestError(f"{point.name} has heads 0 to {point.shape[0] - 1}", f"{field}.heads")
@@ -223,4 +279,4 @@ def _fitted(
     if count > 1 and len(vector) == count * width:
         return vector.view(count, width)
     each = f", or {count * width} for {count} heads" if count > 1 else ""
-    raise RequestError(f"{len(vector)} numbers, but {point.name} needs {width}{each}", f"{field}.vector")
+    raise RequestError(f"{len(vector)} numbers, but {point.name} needs {width}{each}", field)

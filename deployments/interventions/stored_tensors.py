@@ -17,7 +17,7 @@ from deployments.client_data.tensors import pick, split
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.places.points import Points
-from deployments.points.interventions import Replace, StoredRows
+from deployments.points.interventions import VECTORS, Replace, StoredRows
 
 FLOAT_BYTES = 4  # of each number of a vector in a request
 
@@ -84,16 +84,18 @@ class StoredTensors:
         readable = set[tuple[str, Account]]()
         asked: dict[Any, list[_WantedRows]] = {}
         for field, spec in job.all_changes.items():
-            reader, reference = job.reader(field), getattr(spec, "vector", None)
+            reader = job.reader(field)
             if isinstance(spec, Replace) and spec.rows is not None:
                 wanted = _WantedRows(field, spec.rows, reader, self._names_of(spec, spec.rows, field))
                 asked.setdefault((spec.rows.run_id, repr(spec.rows.tokens), reader), []).append(wanted)
-            elif isinstance(reference, str) and (reference, reader) not in readable:
-                tensors[reference] = await self._tensor(reference, f"{field}.vector", reader)
-                readable.add((reference, reader))
-                self._take(job.id, tensors[reference].nbytes, f"{field}.vector")
-            elif isinstance(reference, Sequence) and not isinstance(reference, str):
-                self._take(job.id, FLOAT_BYTES * len(reference), f"{field}.vector")
+            for name in VECTORS:
+                reference = getattr(spec, name, None)
+                if isinstance(reference, str) and (reference, reader) not in readable:
+                    tensors[reference] = await self._tensor(reference, f"{field}.{name}", reader)
+                    readable.add((reference, reader))
+                    self._take(job.id, tensors[reference].nbytes, f"{field}.{name}")
+                elif isinstance(reference, Sequence) and not isinstance(reference, str):
+                    self._take(job.id, FLOAT_BYTES * len(reference), f"{field}.{name}")
         for alike in asked.values():  # in a grid of patches, all layers' rows of a token are fetched at once
             async with self._bringing:
                 rows |= await self._rows(alike)

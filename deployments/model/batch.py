@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 PAGE = 16  # positions: one, two or four vectors of the C kernel
 UNIT_ROWS = 24  # rows of a sequence that a thread takes at once; divisible into groups of 6 and of 8 vectors
-FIELDS = 5  # numbers of each row: id, position, page, offset, start
+FIELDS = 6  # numbers of each row: id, position, page, offset, start, slot
 
 
 class SequenceKv:
@@ -24,49 +24,39 @@ class SequenceKv:
         pages: Numbers of its pages, in order.
         passed: The number of leading pages that its rows no longer read and that it does not hold.
         lone: Its own cache, for a model whose sequences do not share forward passes.
+        slot: The slot of its layers' states, if the model has any.
+        state_at: The number of tokens that these states have read; -1 while a forward pass changes them.
         known: The number of its pages that other sequences can find by their tokens.
         chain: The key of these pages' tokens.
     """
 
-    def __init__(self, pages: Iterable[int] = ()) -> None:
+    def __init__(self, pages: Iterable[int] = (), slot: int = 0) -> None:
         self.pages = array("i", pages)
         self.passed = 0
         self.lone: DynamicCache | None = None
+        self.slot = slot
+        self.state_at = 0
         self.known = 0
         self.chain: Any = None
 
 
 @dataclass(eq=False, slots=True)
 class TokenSpan:
-    """Consecutive tokens of one sequence in a forward pass.
+    """Consecutive tokens of one sequence in a forward pass."""
 
-    Attributes:
-        kv: The sequence's keys and values, with room for these tokens.
-        start: The position of the first token.
-        count: The number of tokens.
-    """
-
-    kv: SequenceKv
-    start: int
+    kv: SequenceKv  # with room for these tokens
+    start: int  # the position of the first
     count: int
 
 
 class PagePlaces(NamedTuple):
-    """Where a batch's rows are in the pages, on one device; int32.
+    """Where a batch's rows are in the pages, on one device; int32."""
 
-    Attributes:
-        position: [rows] position of each row's token in its sequence.
-        page: [rows] the page that each row is written to.
-        offset: [rows] its offset within that page.
-        start: [rows] where the pages of the row's sequence begin in `pages`.
-        pages: Page numbers of all sequences, concatenated.
-    """
-
-    position: torch.Tensor
-    page: torch.Tensor
-    offset: torch.Tensor
-    start: torch.Tensor
-    pages: torch.Tensor
+    position: torch.Tensor  # [rows] position of each row's token in its sequence
+    page: torch.Tensor  # [rows] the page that each row is written to
+    offset: torch.Tensor  # [rows] its offset within that page
+    start: torch.Tensor  # [rows] where the pages of the row's sequence begin in `pages`
+    pages: torch.Tensor  # page numbers of all sequences, concatenated
 
 
 class Batch:
@@ -76,6 +66,7 @@ class Batch:
         spans: The sequences of the rows, in order.
         firsts: Each span's first row.
         rows: The number of rows, those of padding included.
+        slots: [rows] int32 slot of the states of each row's sequence.
         singles: The number of leading rows that are their span's only one, as in a decode; padding rows are such rows.
         reads: The number of keys that the rows read together, without a window.
         wanted: [wanted] int32 rows whose logits are returned; None for all.
@@ -99,8 +90,8 @@ class Batch:
             spans: The sequences of these rows.
             wanted: The rows whose logits are returned; None for all.
             device: The device of the model's inputs.
-            padded: The number of rows with padding; each padding row writes to the first place of `padding_page`.
-            padding_page: A page that no sequence reads.
+            padded: The number of rows with padding.
+            padding_page: A page that no sequence reads, to whose first place each padding row writes.
             buffer: int32 memory on the device, which a CUDA graph reads; without it, new memory.
         """
         self.spans = spans
@@ -113,22 +104,23 @@ class Batch:
         positions: np.ndarray = np.array([span.start for span in spans], np.int32)
         sizes = np.array([len(span.kv.pages) for span in spans], np.int32)
         starts = sizes.cumsum(dtype=np.int32) - sizes
+        slots = np.array([span.kv.slot for span in spans], np.int32)
         if not decodes:
             positions = np.repeat(positions - np.array(self.firsts, np.int32), counts) + np.arange(own, dtype=np.int32)
-            starts = np.repeat(starts, counts)
+            starts, slots = np.repeat(starts, counts), np.repeat(slots, counts)
         pages = np.frombuffer(b"".join([span.kv.pages for span in spans] + [array("i", [padding_page])]), np.int32)
         fields = np.empty((FIELDS, self.rows), np.int32)
         if own < self.rows:
-            fields[:, own:] = [[0], [0], [padding_page], [0], [len(pages) - 1]]
+            fields[:, own:] = [[0], [0], [padding_page], [0], [len(pages) - 1], [0]]
         own_pages = pages[np.minimum(starts + positions // PAGE, len(pages) - 1)]  # a lone model has no pages
-        fields[:, :own] = (ids, positions, own_pages, positions % PAGE, starts)
+        fields[:, :own] = (ids, positions, own_pages, positions % PAGE, starts, slots)
         self.reads = int(positions.sum()) + own
         host = np.concatenate([fields.ravel(), np.asarray(wanted or (), np.int32), pages])
         self._buffer = uploaded(host, device, buffer)
         self.wanted = None if wanted is None else self._buffer[fields.size : -len(pages)]
         number = self._buffer[: fields.size].view(FIELDS, self.rows)
         self._inputs = number[:2, None]
-        position, page, offset, start = number[1:].unbind()
+        position, page, offset, start, self.slots = number[1:].unbind()
         places = PagePlaces(position, page, offset, start, self._buffer[len(host) - len(pages) :])
         self._places = {device: places}
 

@@ -57,7 +57,6 @@ class Reservation:
     """
 
     def __init__(self, model: str) -> None:
-        """Reserve nothing yet for this model."""
         self._file: int | None = None
         with contextlib.suppress(AttributeError, OSError):  # there is none here, or the system refuses it
             self._file = os.memfd_create(_reserved(model))

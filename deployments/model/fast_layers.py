@@ -39,11 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Switch:
-    """Whether layers of a model run the engine's functions, or as in transformers: clients' code differentiates those.
-
-    Attributes:
-        on: Whether they run the engine's.
-    """
+    """Whether layers run the engine's functions, or as in transformers: clients' code differentiates those."""
 
     def __init__(self) -> None:
         self.on = False
@@ -69,18 +65,11 @@ def replace_linear_layers(hf: nn.Module, name: str, switch: Switch) -> None:
     layout take as much memory as the weights. Without free memory for them the weights are used as they are, in two
     thirds of MKL's time; 32 rows then have the same bits, which `batch_invariant` needs.
 
-    The weights must not change any more.
-
-    Args:
-        hf: The Hugging Face module; layers on other devices stay as they are.
-        name: The model's.
-        switch: Turned on during forward passes of the engine.
+    The weights must not change any more. Layers on other devices stay as they are. `name` is the model's.
     """
     layers: list[Any] = [module for module in hf.modules() if _supported(module)]
-    # [outputs, inputs] each
-    weights: Sequence[torch.Tensor] = [
-        layer.weight if isinstance(layer, nn.Linear) else layer.weight.t() for layer in layers
-    ]
+    own = (layer.weight if isinstance(layer, nn.Linear) else layer.weight.t() for layer in layers)
+    weights: Sequence[torch.Tensor] = list(own)  # [outputs, inputs] each
     if sum(weight.nbytes for weight in weights) <= SHARE * unreserved_bytes(torch.device("cpu"), name):
         weights = _copies(weights)
     for layer, weight in zip(layers, weights, strict=True):
@@ -148,10 +137,6 @@ def replace_rms_norms(hf: nn.Module, switch: Switch) -> None:
     On a CPU that is compiled C, which takes a third to a tenth of the time, on a GPU a kernel in Triton, which has not
     run on a GPU yet. Each norm is tried first: one with other results stays as it is. The weights must not change any
     more.
-
-    Args:
-        hf: The Hugging Face module.
-        switch: Turned on during forward passes of the engine.
     """
     modules: Iterator[Any] = hf.modules()
     for module in modules:

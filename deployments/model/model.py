@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -11,15 +12,16 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from deployments.model.attention.registration import configs_of, packed_attention
+from deployments.model.attention.registration import packed_attention
 from deployments.model.batch import Batch
 from deployments.model.fast_layers import Switch, replace_linear_layers, replace_rms_norms
 from deployments.model.hooks import Hooks, Readers, Visit
-from deployments.model.invariance import make_batch_invariant
 from deployments.model.kv_cache import PagedCache
-from deployments.model.packing import UnsupportedModelError, find_packing
+from deployments.model.packing import UnsupportedModelError, find_packing, make_batch_invariant
+from deployments.model.states import Mixers, cache_of
 from deployments.model.unembedding import Unembedding
 from deployments.model.weights import SharedWeights
+from deployments.places.attention_patterns import configs_of
 from deployments.places.hook_site import HookSite
 from deployments.places.points import Points
 
@@ -50,9 +52,13 @@ class Model:
         head: The path of the module that returns the logits.
         fast_layers: Lets linear layers and norms on a CPU run by faster functions, as forward passes here do.
         packs: Whether sequences share a forward pass; otherwise they run one at a time.
+        mixers: Its modules with a state of each sequence, such as linear attention.
+        has_states: Whether more than keys and values is kept of a sequence; only the state after its last token is.
         batch_invariant: Whether a sequence has the same bits beside any other sequences.
         shared: The data with which other processes run it on the same weights; None if they may not.
         revision: The identifier of its files from `revision_of`.
+        adapter_revision: That of the adapter in its weights; None without one.
+        quantization: The `method` of a quantized checkpoint, and whether its weights were `dequantized`; else None.
         unembedding: Computes logits from a layer's output.
     """
 
@@ -80,10 +86,15 @@ class Model:
         self.context = _context(self.config, context)
         self.shared = shared
         self.revision = revision
+        self.adapter_revision: str | None = None
+        self.quantization: dict[str, Any] | None = None
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         self.eos = _end_tokens(hf, tokenizer)
         self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
         self.points = Points.learn(hf)
+        self.mixers = Mixers(hf)
+        self.has_states = self.mixers.has_states
+        self._cache_argument = _cache_argument(hf)
         self._hooks = Hooks(hf)
         self._configs = configs_of(hf)
         self._wanted: torch.Tensor | None = None
@@ -91,6 +102,8 @@ class Model:
         self.packs = True
         self.batch_invariant = False
         find_packing(self)
+        if not self.packs:
+            self.points.forget_heads("its sequences run one at a time, through transformers' own cache")
         self.batch_invariant = batch_invariant
         if batch_invariant:
             make_batch_invariant(self)
@@ -122,6 +135,11 @@ class Model:
         """Token ids are below this number."""
         return self.hf.get_input_embeddings().num_embeddings  # type: ignore[no-any-return]
 
+    def new_cache(self, pages: int = 1, slots: int = 2, like: PagedCache | None = None) -> PagedCache:
+        """A cache of this many pages, and slots of states; `like` has its layers' sizes, after a forward pass."""
+        layers = cache_of(self.hf).layers if self.mixers.paths and like is None else ()
+        return PagedCache(pages, like, layers, slots)
+
     def forward(
         self,
         batch: Batch,
@@ -152,11 +170,14 @@ class Model:
             )
         else:
             (span,) = batch.spans
-            past = span.kv.lone = span.kv.lone or DynamicCache()
-            _cut_back(span.kv.lone, span.start)  # a failed forward pass may have left more in some layers
+            past = span.kv.lone = span.kv.lone or (cache_of(self.hf) if self.has_states else DynamicCache())
+            layers: Sequence[Any] = () if self.has_states else past.layers
+            for layer in layers:  # a failed forward pass may have left more in some
+                layer.crop(min(0, span.start - layer.get_seq_length()))
             attention = nullcontext()
         ids, positions = batch.inputs()
-        call = functools.partial(self.hf, input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True)
+        given = {"input_ids": ids, "position_ids": positions, self._cache_argument: past}
+        call = functools.partial(self.hf, **given, use_cache=True)
 
         def shaped(place: HookSite, value: Any) -> torch.Tensor | None:
             assert visit is not None
@@ -167,7 +188,7 @@ class Model:
 
         self._wanted = None if every_logit else batch.wanted
         try:
-            with attention, self.fast_layers.turned_on():
+            with attention, self.mixers.running(batch, cache.states), self.fast_layers.turned_on():
                 logits: torch.Tensor = self._hooks.visit(places, shaped, call, readers).logits
         finally:
             self._wanted = None
@@ -181,11 +202,11 @@ class Model:
         return (hidden.index_select(1, self._wanted.to(hidden.device)), *args[1:])
 
 
-def _cut_back(cache: DynamicCache, length: int) -> None:
-    for layer in cache.layers:
-        held: Any = layer
-        if held.is_initialized and held.keys.shape[-2] > length:
-            held.keys, held.values = held.keys[..., :length, :], held.values[..., :length, :]
+def _cache_argument(hf: Any) -> str:
+    for name in ("past_key_values", "cache_params"):
+        if name in inspect.signature(hf.forward).parameters:
+            return name
+    raise UnsupportedModelError(f"{type(hf).__name__} cannot be served: it takes no cache of transformers")
 
 
 def _context(config: Any, asked: int | None) -> int:

@@ -35,7 +35,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("query_row", "query_head", "key_row", "key_head")),
         *((name, ctypes.c_int64) for name in ("value_row", "value_head")),
         *((name, ctypes.c_int32) for name in ("rows", "unit_count", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int32) for name in ("value_width", "value_dim", "window", "threads")),
+        *((name, ctypes.c_int32) for name in ("value_width", "value_dim", "window", "chunk", "threads")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
 
@@ -87,12 +87,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def _built(flags: tuple[str, ...]) -> Path:
-    """The library for these sources, compiler and processor.
-
-    Raises:
-        OSError: There is no compiler, or no directory to write to.
-        subprocess.SubprocessError: The compiler failed.
-    """
+    """The library for these sources, compiler and processor."""
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C compiler: install gcc or clang")

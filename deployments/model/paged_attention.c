@@ -29,7 +29,7 @@ typedef struct {
     const int32_t *pages;              // page numbers of all sequences
     const int32_t *units;              // [unit_count, 2] first row and rows, of one sequence each
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
-    int32_t rows, unit_count, heads, kv_heads, head_dim, value_width, value_dim, window, threads;
+    int32_t rows, unit_count, heads, kv_heads, head_dim, value_width, value_dim, window, chunk, threads;
     float scaling, softcap;
 } Call;
 
@@ -125,9 +125,15 @@ static inline __attribute__((always_inline)) void outputs_of(
 #define MORE(call)
 #endif
 
-// Which tokens of page `p` a row at `position` reads.
-static inline int32_t reads_from(const Call *c, int32_t position, int32_t p) {
-    const int32_t low = c->window ? position - c->window + 1 - p * PAGE : 0;
+// The first key that a row at `position` reads, maybe below 0.
+static inline int32_t first_key(const Call *c, int32_t position) {
+    if (c->chunk) return position - position % c->chunk;
+    return c->window ? position - c->window + 1 : 0;
+}
+
+// Which tokens of page `p` a row at `position` reads, whose first key is at `from`.
+static inline int32_t reads_from(int32_t from, int32_t p) {
+    const int32_t low = from - p * PAGE;
     return low < 0 ? 0 : low > PAGE ? PAGE : low;
 }
 static inline int32_t reads_until(int32_t position, int32_t p) {
@@ -136,8 +142,8 @@ static inline int32_t reads_until(int32_t position, int32_t p) {
 }
 
 static void add_values(const Call *c, const float *weights, int64_t stride, const number *values, int count, vec *out,
-                       int32_t position, int32_t p) {
-    const int32_t begin = reads_from(c, position, p), tokens = reads_until(position, p) - begin;
+                       int32_t begin, int32_t until) {
+    const int32_t tokens = until - begin;
     const int32_t dim = c->value_dim, chunks = dim / LANES;
     weights += begin;
     values += begin * dim;
@@ -154,7 +160,8 @@ static void attend(const Call *c, int32_t kv_head, int32_t kv_heads, const int32
                    int count, float *query, vec *scores, int64_t stride, vec *out) {
     const int32_t *pages = c->pages + c->table[rows[0]];
     const int32_t last = c->position[rows[count - 1]], first = c->position[rows[0]];
-    const int32_t from = c->window && first - c->window + 1 > 0 ? (first - c->window + 1) / PAGE : 0;
+    const int32_t low_first = first_key(c, first), low_last = first_key(c, last);
+    const int32_t from = low_first > 0 ? low_first / PAGE : 0;
     const int32_t until = last / PAGE + 1, chunks = c->value_dim / LANES, group = c->heads / c->kv_heads;
     const int64_t query_size = c->head_dim * MOST, scores_size = count * stride, out_size = count * chunks;
     for (int32_t h = 0; h < kv_heads; h++)
@@ -175,7 +182,7 @@ static void attend(const Call *c, int32_t kv_head, int32_t kv_heads, const int32
     for (int i = 0; i < kv_heads * count; i++) {
         const int n = i % count, head = heads[n] + i / count * group;
         vec *mine = scores + i * stride;
-        const int32_t position = c->position[rows[n]], low = c->window ? position - c->window : -1;
+        const int32_t position = c->position[rows[n]], low = first_key(c, position) - 1;
         const vec least = (vec){} - INFINITY;
         vec most = least;
         for (int32_t v = begin; v < end; v++) {
@@ -205,11 +212,15 @@ static void attend(const Call *c, int32_t kv_head, int32_t kv_heads, const int32
             const number *values = c->values + values_at(c, pages[p], kv_head + h);
             const float *weights = (const float *)(scores + h * scores_size + (p - from) * PARTS);
             vec *to = out + h * out_size;
-            if (reads_from(c, first, p) == reads_from(c, last, p) && reads_until(first, p) == reads_until(last, p))
-                add_values(c, weights, stride * LANES, values, count, to, first, p);
+            const int32_t begins = reads_from(low_first, p), ends = reads_until(first, p);
+            if (begins == reads_from(low_last, p) && ends == reads_until(last, p))
+                add_values(c, weights, stride * LANES, values, count, to, begins, ends);
             else // a value that a row does not read may not be finite, and would reach it even with a weight of 0
-                for (int n = 0; n < count; n++)
-                    add_values(c, weights + n * stride * LANES, 0, values, 1, to + n * chunks, c->position[rows[n]], p);
+                for (int n = 0; n < count; n++) {
+                    const int32_t position = c->position[rows[n]], low = first_key(c, position);
+                    const int32_t own_begin = reads_from(low, p), own_end = reads_until(position, p);
+                    add_values(c, weights + n * stride * LANES, 0, values, 1, to + n * chunks, own_begin, own_end);
+                }
         }
     for (int i = 0; i < kv_heads * count; i++) {
         const int32_t head = heads[i % count] + i / count * group;
@@ -246,7 +257,7 @@ int paged_attention(const Call *c) {
     for (int32_t u = 0; u < c->unit_count; u++) {
         if (c->units[2 * u + 1] != 1) continue;
         const int32_t position = c->position[c->units[2 * u]];
-        const int32_t keys = c->window && c->window <= position ? c->window : position + 1;
+        const int32_t low = first_key(c, position), keys = position + 1 - (low > 0 ? low : 0);
         singles += keys;
         if (keys > longest_single) longest_single = keys;
     }

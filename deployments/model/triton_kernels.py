@@ -33,7 +33,7 @@ def _finite(top: tl.tensor) -> tl.tensor:
     return tl.where(top == LOWEST, 0.0, top)
 
 
-@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["position", "start", "pages"])
+@triton.jit(do_not_specialize=["window", "chunk"], do_not_specialize_on_alignment=["position", "start", "pages"])
 def decode(
     query: tl.tensor,  # [rows, heads, dim]
     key: tl.tensor,  # [rows, kv_heads, dim]
@@ -53,6 +53,7 @@ def decode(
     value_row: tl.tensor,
     value_head: tl.tensor,
     window: tl.tensor,
+    chunk: tl.tensor,
     scaling: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -109,7 +110,7 @@ def decode(
         else:
             acc += own_value.to(tl.float32)[None, :]
 
-    first = tl.maximum(at - window + 1, 0)
+    first = tl.maximum(at - window + 1, at // chunk * chunk)
     low = first // BLOCK_KEYS
     tiles = tl.cdiv(at, BLOCK_KEYS) - low
     each = tl.cdiv(tiles, splits)

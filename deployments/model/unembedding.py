@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,27 +43,20 @@ class Unembedding:
         self.refusal = self._failure(points)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """The model's logits if its last layer returned these rows.
-
-        Args:
-            rows: [rows, hidden], on any device.
-
-        Returns:
-            [rows, vocabulary] logits.
-        """
+        """[rows, vocabulary] logits of the model if its last layer returned these rows [rows, hidden]."""
         stem = self._hf.get_submodule(self._stem)
         layers = stem._modules[self._name]
         ids = torch.full((len(rows), 1), self._id, device=self._hf.device)  # each row is a text of one token
         rows = rows.to(self.device)
         stem._modules[self._name] = nn.ModuleList([_Layers(with_first(self._given, rows[:, None]))])
         try:
-            with self._fast_layers.turned_on():
+            # The fast layers have no gradients, which fitting a lens needs.
+            with nullcontext() if torch.is_grad_enabled() else self._fast_layers.turned_on():
                 return self._hf(input_ids=ids, use_cache=False).logits[:, -1]  # type: ignore[no-any-return]
         finally:
             stem._modules[self._name] = layers
 
     def _failure(self, points: Points) -> str | None:
-        """Test it; returns what is wrong, or None."""
         try:
             outputs = points.named("layers.*.output", "logit_lens.layers")
         except RequestError as refused:

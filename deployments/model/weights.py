@@ -49,10 +49,7 @@ class SharedWeights:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> SharedWeights:
-        """Move a module's tensors into memory that others can map; the module continues to use them there.
-
-        Args:
-            module: The module without hooks of this process, which would be pickled.
+        """Move a module's tensors into memory that others can map; the module, without hooks, uses them there.
 
         Raises:
             OSError: There is no memory for it.
@@ -82,19 +79,11 @@ class SharedWeights:
         return any(part.handle is not None for part in self.parts)
 
     def mapped(self, fd: int) -> torch.UntypedStorage:
-        """Map the CPU's tensors in another process, copy on write.
-
-        Args:
-            fd: The file's descriptor in that process.
-        """
+        """Map the CPU's tensors copy on write in another process, where the file has this descriptor."""
         return _mapped(fd, self.size, shared=False)
 
     def module(self, storage: torch.UntypedStorage) -> Any:
-        """The module in another process, on the same weights, ready for gradients.
-
-        Args:
-            storage: The result of `mapped`.
-        """
+        """The module on the storage from `mapped`, ready for gradients."""
         return _Unpickler(io.BytesIO(self.skeleton), self.parts, storage).load()
 
 
@@ -134,6 +123,8 @@ class _Pickler(pickle.Pickler):
         """The id of a tensor; None for other objects, which are pickled as usual."""
         if not isinstance(value, torch.Tensor):
             return None
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):  # its class has more than the numbers
+            raise pickle.PicklingError(f"its weights are quantized, as {type(value).__name__}")
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.tensors)
             self.tensors.append(value)

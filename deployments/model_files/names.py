@@ -26,8 +26,10 @@ def source(model: str, models_dir: str | None = None) -> str:
     return _converted(place) if isinstance(place, Path) and place.suffix == GGUF else str(place)
 
 
-def located(model: str, models_dir: str | None = None) -> Path | str:
+def located(model: str, models_dir: str | None = None, field: str = "model_id") -> Path | str:
     """The directory, GGUF file or repository of a name, without conversion. Arguments as for `source`.
+
+    Errors name `field`.
 
     Raises:
         LoadError: There is no such model here.
@@ -38,21 +40,21 @@ def located(model: str, models_dir: str | None = None) -> Path | str:
         return local
     if model == SMOLLM2:
         message = f"there is no {local}: run `make smollm2`, which writes {default_models_dir() / SMOLLM2}"
-        raise LoadError(message, "model_id", "model_not_found", 404)
+        raise LoadError(message, field, "model_not_found", 404)
     given = Path(model).expanduser()
     if given.is_dir() and not given.is_absolute():
         # A client's name may match a local directory by chance; an operator cannot know where a replica runs.
         message = f"{model!r} is a directory on the replica's machine: give its absolute path"
-        raise LoadError(message, "model_id", "model_not_found", 404)
+        raise LoadError(message, field, "model_not_found", 404)
     if given.is_dir():
         return given
     if given.suffix != GGUF:
         return model
     if not given.is_absolute():  # as for a directory
         message = f"a GGUF file is named by its absolute path, which {model!r} is not"
-        raise LoadError(message, "model_id", "model_not_found", 404)
+        raise LoadError(message, field, "model_not_found", 404)
     if not given.is_file():
-        raise LoadError(f"there is no file {given}", "model_id", "model_not_found", 404)
+        raise LoadError(f"there is no file {given}", field, "model_not_found", 404)
     return given
 
 

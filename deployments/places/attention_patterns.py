@@ -2,21 +2,38 @@
 
 transformers looks its attention functions up by name in a registry. The function registered here as `sdpa` calls
 transformers' own, and computes patterns from the same queries, keys and mask only for the modules and rows of
-`showing`. It keeps the name, because models make masks and choose code by it.
+`showing`. It keeps the name, because models make masks and choose code by it. It also shows queries and keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
 CHUNK = 1 << 22  # numbers of a softmax's float32 input: 16 MiB
 ROWS = "pattern_rows"  # attribute of an attention module during a forward that shows its patterns
+VISITED = "vitrine_visited"  # name of an attention function
+VISITS = "head_visits"  # attribute of an attention module whose queries or keys are read or changed
+# By side, "q" or "k": gets [batch, tokens, heads, head_dim] and returns a replacement or None.
+HeadVisits = dict[str, Callable[[torch.Tensor], torch.Tensor | None]]
+
+
+def visited(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys [batch, heads, tokens, head_dim] of an attention module, as its visits leave them."""
+    visits: HeadVisits | None = module.__dict__.get(VISITS)  # a missing attribute would cost a search in torch
+    if not visits:
+        return query, key
+    given = {"q": query, "k": key}
+    for side, visit in visits.items():
+        new = visit(given[side].transpose(1, 2))
+        given[side] = given[side] if new is None else new.transpose(1, 2)
+    return given["q"], given["k"]
 
 
 def sdpa_with_patterns(
@@ -31,6 +48,7 @@ def sdpa_with_patterns(
 
     Arguments are as for `patterns_of` and transformers; `value` is [batch, key heads, keys, value_dim].
     """
+    query, key = visited(module, query, key)
     output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows = module.__dict__.get(ROWS)  # a missing attribute would cost a search in torch
     if rows is None:
@@ -47,7 +65,16 @@ def sdpa_with_patterns(
     return output, patterns_of(query, key, attention_mask, options.get("scaling"))
 
 
+def _visited_only(
+    module: torch.nn.Module, *states: Any, scaling: float | None = None, **_options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same without what `sdpa` rejects: of models with eager attention, it shows queries and keys."""
+    return sdpa_with_patterns(module, *states, scaling=scaling)
+
+
 AttentionInterface.register("sdpa", sdpa_with_patterns)
+AttentionInterface.register(VISITED, _visited_only)
+AttentionMaskInterface.register(VISITED, eager_mask)
 
 
 @contextmanager
@@ -62,18 +89,23 @@ def showing(rows: Mapping[torch.nn.Module, Sequence[int]]) -> Iterator[None]:
             delattr(module, ROWS)
 
 
-@contextmanager
-def eagerly(model: torch.nn.Module) -> Iterator[None]:
-    """Make a model whose attention is `sdpa` use eager attention in this context."""
+def configs_of(model: torch.nn.Module) -> list[Any]:
+    """The configs, without repetition, that select `sdpa` or `eager` as the attention of a model's modules."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    changed = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == "sdpa"]
+    return [config for config in configs.values() if getattr(config, "_attn_implementation", "") in ("sdpa", "eager")]
+
+
+@contextmanager
+def attending(configs: Sequence[Any], name: str) -> Iterator[None]:
+    """Make the modules of these configs, from `configs_of`, use the attention of this name in this context."""
+    before = [config._attn_implementation for config in configs]
     try:
-        for config in changed:
-            config._attn_implementation = "eager"
+        for config in configs:
+            config._attn_implementation = name
         yield
     finally:
-        for config in changed:
-            config._attn_implementation = "sdpa"
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation = own
 
 
 def patterns_of(

@@ -27,11 +27,21 @@ from deployments.places.architectures import (
     check_norms,
     find_layers,
     head_shape,
+    inner_places,
     missing_branches,
     same_values,
 )
 from deployments.places.hook_site import HookSite, Point
-from deployments.places.watching import by_tokens, carried_on, drop_wrong_patterns, follows_tokens, place_of, watch
+from deployments.places.watching import (
+    HEAD_SIDES,
+    by_tokens,
+    carried_on,
+    drop_wrong_patterns,
+    follows_tokens,
+    place_of,
+    watch,
+    with_heads,
+)
 from deployments.points.capture import LAYERNORM_SITES, Capture
 from deployments.points.names import COLUMNS, canonical, dtype_name, hooks_like
 from deployments.savepoint import Savepoint
@@ -49,7 +59,8 @@ class Points:
         paths = {id(module): path for path, module in modules.items()}
         self.layers = find_layers(model, modules, seen)
         self.layer_count = len(modules[self.layers])
-        self._aliases = canonical_modules(model, modules, paths, self.layers)
+        # `layer_kinds` are as in the config's `layer_types`, if it has them.
+        self._aliases, self.layer_kinds = canonical_modules(model, modules, paths, self.layers)
         check_norms(self._aliases, seen)
         attentions = {path for alias, path in self._aliases.items() if alias.endswith(".attention")}
         self._places = {
@@ -60,7 +71,10 @@ class Points:
         self._attention = model.config.get_text_config()._attn_implementation
         self._heads = dict(self._find_heads(model, modules))
         self._lacking = dict(missing_branches(self._aliases, seen))  # name -> the reason
-        self._streams = dict(self._find_streams(model, ids, seen))
+        self._sites = dict(self._find_streams(model, ids, seen))  # canonical names without a side of a module
+        for name, (path, side) in inner_places(modules, self._aliases, seen):
+            if place := self._places.get(f"{path}.{side}"):
+                self._sites.setdefault(name, place)
         self._savepoints: dict[str, Point] = {}
 
     @classmethod
@@ -74,7 +88,7 @@ class Points:
         ids = torch.arange(1, 11, device=model.device).view(2, 5) % vocabulary
         longer = torch.arange(11, 32, device=model.device).view(3, 7) % vocabulary
         longer[1:, :5] = ids.flip(0)  # the same texts, as other rows of another batch
-        seen, again = watch(model, ids), watch(model, longer)
+        seen, again = (with_heads(watch(model, texts), model, texts) for texts in (ids, longer))
         drop_wrong_patterns(seen, model, ids)
         places = []
         for order, ((path, side), value) in enumerate(seen.items()):
@@ -96,11 +110,19 @@ class Points:
             yield Point(names.get(place, path), place, place.shape)
 
     def more(self) -> Iterator[Point]:
-        """Points beside those of `iter`, of whose places they are views: `attention.heads` and `resid_mid`."""
+        """Points beside those of `iter`, of whose places they are views: `attention.heads`, `resid_mid` and mixers."""
+        listed = {point.name for point in self}
         for layer in range(self.layer_count):
-            for site in ("attention.heads", "resid_mid"):
-                if point := self._lookup(f"layers.{layer}.{site}"):
+            for site in ("attention.heads", "resid_mid", "mixer.input", "mixer.output"):
+                if (point := self._lookup(f"layers.{layer}.{site}")) and point.name not in listed:
                     yield point
+
+    def forget_heads(self, reason: str) -> None:
+        """Have no points of queries and keys, for this reason."""
+        for known in (self._places, self._sites):
+            for name in [name for name, place in known.items() if place.side in HEAD_SIDES]:
+                del known[name]
+                self._lacking[name] = reason
 
     def _find_heads(self, model: Any, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Point]]:
         """`layers.{i}.attention.heads`, the inputs of the layers' output projections."""
@@ -108,26 +130,19 @@ class Points:
             attention, name = self._aliases.get(f"layers.{i}.attention"), f"layers.{i}.attention.heads"
             for projection in OUTPUT_PROJECTIONS if attention else ():
                 place = self._places.get(f"{attention}.{projection}.input")
-                shape = (
-                    head_shape(model, modules[f"{attention}"], *place.shape)
-                    if place and len(place.shape) == 1
-                    else None
-                )
-                if place and shape:
+                width = place.shape if place and len(place.shape) == 1 else ()
+                if place and width and (shape := head_shape(model, modules[f"{attention}"], *width)):
                     yield name, Point(name, place, shape)
 
     def _find_streams(self, model: Any, ids: torch.Tensor, seen: Values) -> Iterator[tuple[str, HookSite]]:
-        """`layers.{i}.resid_mid` of the layers that have it: the input of the MLP or the norm before it.
-
-        The layer must add to it later. Parallel blocks have none.
-        """
+        """`layers.{i}.resid_mid`: the input of the MLP or the norm before it, to which the layer must add later."""
         readers: dict[str, str] = {}
         for i in range(self.layer_count):
             layer, name = self._aliases[f"layers.{i}"], f"layers.{i}.resid_mid"
-            attention, mlp = (self._aliases.get(f"layers.{i}.{part}", "") for part in ("attention", "mlp"))
+            mixer, mlp = (self._aliases.get(f"layers.{i}.{part}", "") for part in ("mixer", "mlp"))
             reader = self._aliases.get(f"layers.{i}.post_attention_layernorm", mlp)
             first, middle = seen.get((layer, "input")), seen.get((reader, "input"))
-            pairs = [(first, middle), (seen.get((attention, "input")), seen.get((mlp, "input")))]
+            pairs = [(first, middle), (seen.get((mixer, "input")), seen.get((mlp, "input")))]
             self._lacking[name] = "nothing in this model's layers reads the residual stream after attention is added"
             if any(a is not None and b is not None and same_values(a, b) for a, b in pairs):
                 self._lacking[name] = "attention and MLP of this model read the same residual stream"
@@ -182,10 +197,7 @@ class Points:
         return tuple(sorted(points.values(), key=lambda point: point.place.order))
 
     def named(self, pattern: str, field: str) -> list[Point]:
-        """The points that one name means for a change; several if it has a `*`.
-
-        RequestError, which names the field, if there is no such point, or if no later module reads it.
-        """
+        """The points that one name means for a change; RequestError if there is none, or no later module reads it."""
         names = self._expand(pattern, field)
         if re.search(r"att\w*\.weights$", pattern):  # even if they cannot be captured
             self._refuse_change(pattern, field)
@@ -214,10 +226,7 @@ class Points:
                 yield field, f"layers.{layer}.{site}"
 
     def default_names(self) -> list[str]:
-        """The savepoints, or both layernorm sites of three layers.
-
-        These are at about a third, a half and two thirds of the depth.
-        """
+        """The savepoints, or both layernorm sites of layers at about a third, a half and two thirds of the depth."""
         if self._savepoints:
             return list(self._savepoints)
         sites = [site for site in LAYERNORM_SITES if self._lookup(f"layers.0.{site}")] or ["input"]
@@ -230,7 +239,7 @@ class Points:
         return sorted({depth // 3, depth // 2, 2 * depth // 3})
 
     def _expand(self, pattern: str, field: str) -> list[str]:
-        """Expand `*`, and negative and bracketed indices of the layer axis."""
+        """Expand `*` to the layers that have the point, if any has, and negative and bracketed indices."""
         if pattern in self._savepoints:
             return [pattern]
         spelled = canonical(pattern)
@@ -238,12 +247,12 @@ class Points:
         if not match:
             return [spelled]
         prefix, index, rest = match.groups()
-        if index == "*":
-            return [f"{prefix}.{layer}{rest}" for layer in range(self.layer_count)]
-        return [f"{prefix}.{self._layer(int(index), field)}{rest}"]
+        layers = range(self.layer_count) if index == "*" else [self._layer(int(index), field)]
+        rests = [".mlp.experts.ids", ".mlp.experts.weights"] if rest == ".mlp.experts" else [rest]
+        names = [f"{prefix}.{layer}{rest}" for layer in layers for rest in rests]
+        return [name for name in names if self._lookup(name)] or names
 
     def _layer(self, layer: int, field: str) -> int:
-        """A layer's index from the start."""
         if not -self.layer_count <= layer < self.layer_count:
             raise RequestError(f"there is no layer {layer}: this model has layers 0 to {self.layer_count - 1}", field)
         return layer % self.layer_count
@@ -253,7 +262,7 @@ class Points:
             return None
         if point := self._savepoints.get(name) or self._heads.get(name):
             return point
-        if place := self._places.get(name) or self._streams.get(name):
+        if place := self._places.get(name) or self._sites.get(name):
             return Point(name, place, place.shape)
         module, _, side = name.rpartition(".")
         if place := self._places.get(f"{self._aliases.get(module)}.{side}"):
@@ -286,17 +295,16 @@ class Points:
         if reason := self._lacking.get(name):
             module = self._aliases.get(name.removesuffix(".output"))
             return f"{reason}; its own output is the point {module}.output" if module else reason
-        match = re.fullmatch(r"(layers\.\d+(?:\.(\w+))?)\.(input|output|heads)", name)
+        match = re.fullmatch(r"(layers\.\d+(?:\.(\w+))?)\.(input|output|heads|[qk]|router|experts\.\w+)", name)
         if not match or (match[2] and match[2] not in ABSENT):
             return None
-        if match[3] == "heads":
-            return "no module reads its heads' outputs side by side" if match[2] == "attention" else None
         if match[1] not in self._aliases:
             return ABSENT[match[2]]
+        if match[3] not in ("input", "output"):
+            return ABSENT.get(f"{match[2]}.{match[3].partition('.')[0]}")
         return f"the {match[3]} of {self._aliases[match[1]]} has no row for each token"
 
     def _refuse_patterns(self, name: str, field: str) -> None:
-        """Raise an error that says how to get attention patterns."""
         module = self._aliases.get(name.removesuffix(".weights"))
         message = f"{name}: this model's attention{f' ({module})' if module else ''} gives no patterns"
         if self._attention != "eager":
@@ -317,10 +325,10 @@ class Points:
         return f"{verb} {' and '.join(names)}" if names else ""
 
     def _canonical_names(self, layer: int | None = None) -> list[str]:
-        names = [f"{alias}.{side}" for alias in self._aliases for side in get_args(Side)]
+        names = [*self._sites, *(f"{alias}.{side}" for alias in self._aliases for side in get_args(Side))]
         if layer is not None:
             names = [n for n in names if not n.startswith("layers.") or n.startswith(f"layers.{layer}.")]
-            names += [f"layers.{layer}.attention.heads", f"layers.{layer}.resid_mid"]
+            names.append(f"layers.{layer}.attention.heads")
         return [name for name in names if self._lookup(name)]
 
 
@@ -330,6 +338,7 @@ def structure(hf: Any, points: Points, context: int) -> dict[str, Any]:
     return {
         "architecture": type(hf).__name__,
         "layers": points.layer_count,
+        "layer_kinds": points.layer_kinds,
         "hidden_size": hf.config.get_text_config().hidden_size,
         "max_model_len": context,
         "dtype": dtype_name(hf.dtype),
@@ -347,10 +356,7 @@ def structure(hf: Any, points: Points, context: int) -> dict[str, Any]:
 
 
 def _module(path: str, module: nn.Module) -> dict[str, Any]:
-    """A module with its submodules; consecutive ones of the same structure are listed once, as `layers.0-27`.
-
-    torch prints models in the same way; a model of thousands of modules then fits on a page.
-    """
+    """A module with its submodules; consecutive ones of the same structure are listed once, as `layers.0-27`."""
     children: list[dict[str, Any]] = []
     for (_, numbered), group in groupby(module.named_children(), lambda item: (_build(item[1]), item[0].isdecimal())):
         members = list(group)
@@ -362,6 +368,5 @@ def _module(path: str, module: nn.Module) -> dict[str, Any]:
 
 
 def _build(module: nn.Module) -> Any:
-    """The structure that equal modules have in common."""
     own = [(name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False)]
     return type(module), own, [(name, _build(child)) for name, child in module.named_children()]

@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from deployments.errors import RequestError
+from deployments.points.placement import Layout, placed
 from deployments.points.strict import Strict
-from deployments.points.token_choices import Ends, TokenChoice, placed
+from deployments.points.token_choices import TokenChoice
 
 LAYERNORM_SITES = ("input_layernorm.output", "post_attention_layernorm.output")
 
@@ -86,13 +87,13 @@ class Capture(Strict):
         sample_id = self.sample_id[prompt] if isinstance(self.sample_id, list) else self.sample_id
         return sample_id, self.tags[prompt] if isinstance(self.tags, list) else self.tags
 
-    def placed(self, ends: Ends) -> Capture:
-        """The capture of one prompt, whose tokens by a piece of text have positions; `ends` as `token_choices.placed`.
+    def placed(self, layout: Layout) -> Capture:
+        """The capture of one sequence, whose tokens by text or role have positions; see `placement.placed`.
 
         Raises:
-            RequestError: The prompt has no such text.
+            RequestError: The sequence has no such tokens.
         """
-        tokens = placed(self.tokens, ends, "capture.tokens")
+        tokens = placed(self.tokens, layout, "capture.tokens")
         return self if tokens is self.tokens else self.model_copy(update={"tokens": tokens})
 
     def values_of(self, shape: Sequence[int]) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from deployments.conditions import Condition, Number, ReadoutName
 from deployments.points.capture import Features, Heads
 from deployments.points.strict import Strict
 from deployments.points.token_choices import TokenChoice
-from deployments.readouts.spec import Condition, ReadoutName
 
 MOST_NUMBERS = 1 << 20  # of a vector
-Number = Annotated[float, Field(allow_inf_nan=False, ge=-3.4e38, le=3.4e38)]
 # Numbers, or a tensor that was sent before: `id`, or `id/name` of a file with several.
 Vector = (
     Annotated[list[Number], Field(min_length=1, max_length=MOST_NUMBERS, fail_fast=True)]
@@ -36,12 +36,16 @@ class _Intervention(_Spec):
 
 
 class Add(_Intervention):
-    """x + scale * vector; in units of the residual norm, x + scale * |x| * vector / |vector|."""
+    """x + scale * vector; in units of the residual norm, x + scale * |x| * vector / |vector|.
+
+    `relative` is another name for `unit`: true for `residual_norm`, false for `absolute`.
+    """
 
     op: Literal["add"]
     vector: Vector
     scale: Number = 1.0
     unit: Literal["absolute", "residual_norm"] = "absolute"
+    relative: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -50,9 +54,17 @@ class Add(_Intervention):
 
         Most attention rests on that row, so that a change of its size ends in nonsense.
         """
+        if isinstance(given, dict) and given.get("relative") is True:
+            given = {"unit": "residual_norm"} | given
         if isinstance(given, dict) and given.get("unit") == "residual_norm":
             return {"tokens": {"from": 1}} | given
         return given
+
+    @model_validator(mode="after")
+    def _has_one_unit(self) -> Add:
+        if self.relative not in (None, self.unit == "residual_norm"):
+            raise ValueError("relative and unit contradict each other: leave out one of them")
+        return self
 
 
 class Scale(_Intervention):
@@ -75,20 +87,55 @@ class ProjectOut(_Intervention):
     vector: Vector
 
 
-class Clamp(_Intervention):
-    """x with each entry limited to min and max."""
-
-    op: Literal["clamp"]
+class _Limits(_Intervention):
     min: Number | None = None
     max: Number | None = None
 
     @model_validator(mode="after")
-    def _has_room(self) -> Clamp:
+    def _has_room(self) -> Self:
         if self.min is None and self.max is None:
             raise ValueError("give min, max or both")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min {self.min:g} is above max {self.max:g}")
         return self
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Min and max, infinite where one is left out."""
+        return -math.inf if self.min is None else self.min, math.inf if self.max is None else self.max
+
+
+class Clamp(_Limits):
+    """x with each entry limited to min and max."""
+
+    op: Literal["clamp"]
+
+
+class ClampProjection(_Limits):
+    """x with its length along the vector, p = x.v / |v|, limited to min and max."""
+
+    op: Literal["clamp_projection"]
+    vector: Vector
+
+
+class Rotate(_Intervention):
+    """x with its component in the plane of two directions rotated by an angle in degrees, from the first to the second.
+
+    The rest of x and its norm are kept.
+    """
+
+    op: Literal["rotate"]
+    vector: Vector
+    toward: Vector
+    angle: Number
+
+
+class Ablate(_Intervention):
+    """The mean instead of x; with a vector, x with its length along the vector set to that of the mean."""
+
+    op: Literal["ablate"]
+    mean: Vector
+    vector: Vector | None = None
 
 
 class StoredRows(_Spec):
@@ -100,17 +147,23 @@ class StoredRows(_Spec):
 
 
 class Replace(_Intervention):
-    """The vector, or a row of a stored run, instead of x."""
+    """(1 - alpha) * x + alpha * r, where r is the vector, or a row of a stored run."""
 
     op: Literal["replace"]
     vector: Vector | None = None
     rows: StoredRows | None = Field(default=None, alias="from")
+    alpha: Annotated[Number, Field(ge=0, le=1)] = 1.0
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Replace:
         if (self.vector is None) == (self.rows is None):
             raise ValueError("give either vector or from")
         return self
+
+    @property
+    def kind(self) -> Literal["replace", "mix"]:
+        """The engine's operation: replacing the whole row copies its bits."""
+        return "replace" if self.alpha == 1 else "mix"
 
 
 class ChangeFeature(_Spec):
@@ -137,9 +190,11 @@ class ChangeFeature(_Spec):
         return self
 
 
-Change = Add | Scale | Zero | ProjectOut | Clamp | Replace  # of rows at a point
+# Of rows at a point.
+Change = Add | Scale | Zero | ProjectOut | Clamp | ClampProjection | Rotate | Ablate | Replace
+VECTORS = ("vector", "toward", "mean")  # the fields that hold vectors
 # The tags name no field, so that an error's path holds fields alone.
-OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace")
+OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "clamp_projection", "rotate", "ablate", "replace")
 
 
 def _tag(value: Any) -> str | None:
@@ -155,6 +210,9 @@ Intervention = Annotated[
     | Annotated[Zero, Tag("op:zero")]
     | Annotated[ProjectOut, Tag("op:project_out")]
     | Annotated[Clamp, Tag("op:clamp")]
+    | Annotated[ClampProjection, Tag("op:clamp_projection")]
+    | Annotated[Rotate, Tag("op:rotate")]
+    | Annotated[Ablate, Tag("op:ablate")]
     | Annotated[Replace, Tag("op:replace")]
     | Annotated[ChangeFeature, Tag("op:feature")],
     Discriminator(

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from deployments.conditions import ReadoutName
 from deployments.points.strict import Strict
 from deployments.points.token_choices import TokenChoice
 
@@ -25,6 +26,7 @@ class LogitLens(Strict):
         tokens: The tokens; by default the generated ones, or the prompt's last if none is generated.
         targets: Tokens, by text or id, whose logprob and rank are returned as well; or `last_layer`, at each token the
             top token of the model's last layer.
+        lens: The fitted lens through which each layer is read; by default none.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -39,3 +41,4 @@ class LogitLens(Strict):
         ]
         | Literal["last_layer"]
     ) = Field(default_factory=list)
+    lens: ReadoutName | None = None

@@ -11,7 +11,7 @@ from vitrine.points import TRANSFORMER_LENS, canonical, matching
 __all__ = ["COLUMNS", "canonical", "dtype_name", "hooks_like", "matching", "nearest", "recorded", "some"]
 
 # The columns of stored rows beside the points: no point has such a name.
-COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")
+COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset", "role", "turn")
 MOST_NAMED = 10  # names in a message
 
 

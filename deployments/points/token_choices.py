@@ -6,6 +6,7 @@ Positions count the tokens of prompt + generated, from 0.
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -14,17 +15,20 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, Validat
 
 from deployments.errors import RequestError
 from deployments.points.strict import Strict
+from vitrine.points import ROLES as ROLES
 
-Name = Literal["all", "prompt", "generated", "last", "prompt_last", "generated_last"]
+Name = Literal["all", "prompt", "generated", "last", "prompt_last", "generated_last", "reasoning", "answer"]
 NAMES = get_args(Name)
+Speaker = Literal["system", "user", "assistant", "tool"]
+ASSISTANT, TEMPLATE, REASONING = map(ROLES.index, ("assistant", "template", "reasoning"))
 FORMS = (
     ", ".join(NAMES) + ', {"last": k}, {"prompt_last": k}, {"positions": [...]}, {"from": a}, '
-    '{"from": a, "to": b} or {"text": "...", "which": "last", "first" or "all"}'
+    '{"from": a, "to": b}, {"role": "user"}, {"turn": k}, {"role": "user", "turn": k} or '
+    '{"text": "...", "which": "last", "first" or "all"}'
 )
 
-# Returns a prompt's text with special tokens, and the number of characters before each token and after the last.
-Ends = Callable[[], tuple[str, Sequence[int]]]
 MOST_POSITIONS = 65536
+NOTHING_GENERATED = "no token is generated: choose prompt_last, prompt or positions"
 AMBIGUOUS = (
     "the last token is not known before the answer ends: choose prompt_last or "
     '{"prompt_last": k} for the prompt\'s, generated for the whole answer'
@@ -77,6 +81,19 @@ class TextPiece(_Choice):
     which: Literal["last", "first", "all"] = "last"
 
 
+class Spoken(_Choice):
+    """The tokens of messages with this role, of the message `turn`, or of the message `turn` of those with the role."""
+
+    role: Speaker | None = None
+    turn: int | None = None  # from 0; negative from the end
+
+    @model_validator(mode="after")
+    def _names_some(self) -> Spoken:
+        if self.role is None and self.turn is None:
+            raise ValueError("give role, turn or both")
+        return self
+
+
 # Distinguished by a field that no other kind has.
 _KINDS: dict[str, type[_Choice]] = {
     "last": Last,
@@ -85,6 +102,8 @@ _KINDS: dict[str, type[_Choice]] = {
     "from": Window,
     "start": Window,  # the field of `from`
     "text": TextPiece,
+    "role": Spoken,
+    "turn": Spoken,
 }
 
 
@@ -101,7 +120,8 @@ TokenChoice = Annotated[
     | Annotated[PromptLast, Tag("tokens:PromptLast")]
     | Annotated[Positions, Tag("tokens:Positions")]
     | Annotated[Window, Tag("tokens:Window")]
-    | Annotated[TextPiece, Tag("tokens:TextPiece")],
+    | Annotated[TextPiece, Tag("tokens:TextPiece")]
+    | Annotated[Spoken, Tag("tokens:Spoken")],
     Discriminator(_tag, custom_error_type="unknown_tokens", custom_error_message=f"tokens are {FORMS}"),
 ]
 
@@ -114,23 +134,31 @@ class Tokens(NamedTuple):
         stop: The position after the last; None for an open end.
         few: Their positions, ascending, if they are not a range; `first` and `stop` then enclose them.
         tail: Choose only the last `tail` of these, which are known at the end; None for all.
+        rest: With `few`, all from this position on belong to them as well.
+        part: Whether the token at a position belongs to them; true while the token is not known.
     """
 
     first: int = 0
     stop: int | None = None
     few: tuple[int, ...] | None = None
     tail: int | None = None
+    rest: int | None = None
+    part: Callable[[int], bool] | None = None
 
-    @property
-    def apart(self) -> bool:
-        """Whether they are neither a prefix nor a suffix of the sequence or its answer."""
-        return self.few is not None or (self.stop is not None and self.first > 0)
+    @classmethod
+    def at(cls, positions: Sequence[int]) -> Tokens:
+        """Those at some positions, ascending and at least one."""
+        first, stop = positions[0], positions[-1] + 1
+        return cls(first, stop, None if len(positions) == stop - first else tuple(positions))
 
     def within(self, start: int, stop: int) -> Sequence[int]:
         """Those from `start` to before `stop`, whatever `tail` is."""
+        chosen: Sequence[int] = range(max(start, self.first), min(stop, stop if self.stop is None else self.stop))
         if self.few is not None:
-            return self.few[bisect_left(self.few, start) : bisect_left(self.few, stop)]
-        return range(max(start, self.first), min(stop, stop if self.stop is None else self.stop))
+            chosen = self.few[bisect_left(self.few, start) : bisect_left(self.few, stop)]
+            if self.rest is not None:
+                chosen = (*chosen, *range(max(start, self.rest), stop))
+        return chosen if self.part is None else tuple(filter(self.part, chosen))
 
     def of(self, total: int) -> Sequence[int]:
         """All of them in a sequence of `total` tokens."""
@@ -139,15 +167,27 @@ class Tokens(NamedTuple):
 
     def turn(self, position: int) -> int:
         """The index of a position among them."""
+        if self.rest is not None or self.part is not None:
+            return len(self.within(0, position))
         return position - self.first if self.few is None else bisect_left(self.few, position)
 
+    def next_bound(self, position: int) -> int:
+        """A position up to which tokens are chosen, or not, as the one at this position is."""
+        last = sys.maxsize if self.stop is None else self.stop
+        end_of_few = last if self.rest is None else self.rest
+        if self.part is not None or (self.few is not None and position < end_of_few):
+            return position + 1
+        return next((bound for bound in (self.first, last) if bound > position), sys.maxsize)
 
-def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
-    """Resolve a choice in a sequence with `prompt` prompt tokens; a `text` must be `placed` before.
+
+def resolve(choice: TokenChoice | Tokens, prompt: int, field: str) -> Tokens:
+    """Resolve a choice in a sequence with `prompt` prompt tokens; by text or role it must be `placed` before.
 
     Raises:
         RequestError: The prompt is shorter; names the field.
     """
+    if isinstance(choice, Tokens):
+        return choice
     if isinstance(choice, PromptLast):
         if choice.prompt_last > prompt:
             raise RequestError(f"the prompt has {prompt} tokens", field)
@@ -155,8 +195,7 @@ def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
     if isinstance(choice, Last):
         return Tokens(tail=choice.last)
     if isinstance(choice, Positions):
-        few = tuple(sorted(set(choice.positions)))
-        return Tokens(few[0], few[-1] + 1, None if len(few) == few[-1] + 1 - few[0] else few)
+        return Tokens.at(sorted(set(choice.positions)))
     if isinstance(choice, Window):
         return Tokens(choice.start, choice.to)
     assert isinstance(choice, str), "a piece of text has positions once it is placed"
@@ -170,7 +209,7 @@ def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
     }[choice]
 
 
-def resolve_ahead(choice: TokenChoice, prompt: int, most: int, field: str) -> Tokens:
+def resolve_ahead(choice: TokenChoice | Tokens, prompt: int, most: int, field: str) -> Tokens:
     """As `resolve`, before a sequence of at most `most` tokens runs: no token may depend on the sequence's end.
 
     Raises:
@@ -178,7 +217,7 @@ def resolve_ahead(choice: TokenChoice, prompt: int, most: int, field: str) -> To
     """
     tokens = resolve(choice, prompt, field)
     if choice in ("generated", "generated_last") and most == prompt:
-        raise RequestError("no token is generated: choose prompt_last, prompt or positions", field, "no_such_tokens")
+        raise RequestError(NOTHING_GENERATED, field, "no_such_tokens")
     if not tokens.tail:
         return tokens
     if most > prompt:
@@ -186,49 +225,17 @@ def resolve_ahead(choice: TokenChoice, prompt: int, most: int, field: str) -> To
     return Tokens(prompt - min(tokens.tail, prompt - tokens.first), prompt)
 
 
-def farthest(choice: TokenChoice) -> int:
+def farthest(choice: TokenChoice | Tokens) -> int:
     """The highest position that a placed choice names, which a sequence must have; -1 if it names none."""
     if isinstance(choice, Window):
         return choice.start if choice.to is None else choice.to - 1
     return max(choice.positions) if isinstance(choice, Positions) else -1
 
 
-def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
-    """Convert a choice by `text` to positions; others are unchanged.
-
-    Args:
-        choice: The choice.
-        ends: Text and offsets of the prompt.
-        field: The field to name in errors.
-
-    Raises:
-        RequestError: The prompt has no such text.
-    """
-    if not isinstance(choice, TextPiece):
-        return choice
-    text, offsets = ends()
-    begins = _found(text, choice)
-    if not begins:
-        raise RequestError(f"the prompt does not contain the text {choice.text!r}", f"{field}.text", "text_not_found")
-    size, at, number = len(choice.text), list[int](), 0
-    # Tokens within one character share its offset, and the last of them has the character. Both lists ascend.
-    for i, (first, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        while number < len(begins) and begins[number] + size <= first:
-            number += 1
-        if number < len(begins) and end > begins[number]:
-            at.append(i)
-    return Positions(positions=at)
-
-
-def _found(text: str, choice: TextPiece) -> list[int]:
-    """The starts of a piece in a text."""
-    if choice.which != "all":
-        at = text.rfind(choice.text) if choice.which == "last" else text.find(choice.text)
-        return [at] if at >= 0 else []
-    return [match.start() for match in re.finditer(re.escape(choice.text), text)]
-
-
-WORDS = f"{', '.join(NAMES)}, last:K, prompt_last:K, positions:K,K,..., from:A, from:A,to:B or text:WORDS"
+WORDS = (
+    f"{', '.join(NAMES)}, last:K, prompt_last:K, positions:K,K,..., from:A, from:A,to:B, role:ROLE, turn:K, "
+    "role:ROLE:K or text:WORDS"
+)
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(TokenChoice)
 
 
@@ -247,6 +254,8 @@ def parse(text: str) -> Any:
         value = {kind: [int(part) if part.strip().isdecimal() else part for part in parts]}
     elif window := re.fullmatch(r"from:([0-9]+)(?:,to:([0-9]+))?", text):
         value = {"from": int(window[1])} | ({"to": int(window[2])} if window[2] else {})
+    elif spoken := re.fullmatch(r"(?:role:([a-z]+)|turn)(?::(-?[0-9]+))?", text):
+        value = {"role": spoken[1], "turn": spoken[2] and int(spoken[2])}
     elif colon and kind == "text":
         value = {kind: rest}
     try:

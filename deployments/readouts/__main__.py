@@ -16,14 +16,7 @@ from deployments.readouts.sending import KEY, install
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Install one.
-
-    Args:
-        argv: The options; without it the process's own.
-
-    Returns:
-        0; 2 where it cannot be read or the server refuses it, with the reason on stderr.
-    """
+    """Install one; returns 0, or 2 where it cannot be read or the server refuses it, with the reason on stderr."""
     parser = argparse.ArgumentParser(prog="python -m deployments.readouts", description=__doc__)
     add = parser.add_subparsers(dest="command", required=True).add_parser("add", help="install a readout")
     add.add_argument("path", type=Path, help="a safetensors file with a spec, or a directory as SAELens saves them")

@@ -1,7 +1,7 @@
-"""Readouts' files: the checks of an uploaded one, those on disk, and sparse autoencoders in SAELens' format.
+"""Files of readouts and fitted lenses: the checks of an uploaded one, those on disk, and SAELens' format.
 
-A file `<root>/.readouts/<name>.safetensors` has its spec in the metadata. Names are per owner. SAELens saves
-`cfg.json` and `sae_weights.safetensors` in a directory.
+A file `<root>/.readouts/<name>.safetensors` or `<root>/.lenses/<name>.safetensors` has its spec in the metadata. Names
+are per owner. SAELens saves `cfg.json` and `sae_weights.safetensors` in a directory.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save
 
@@ -22,12 +22,14 @@ from deployments.accounts import OPERATOR, Account
 from deployments.client_data.files import ClientFile, ClientFiles
 from deployments.errors import RequestError
 from deployments.points.names import canonical
-from deployments.readouts.spec import Normalization, ReadoutSpec
+from deployments.readouts.spec import LensSpec, Normalization, ReadoutSpec
 
 MAX_HEADER_BYTES = 1 << 20
-_METADATA_KEY = "vitrine"  # of a file's metadata: the readout's id, the entries of a row that it reads, and its values
-_DTYPES = ("F16", "BF16", "F32", "F64")
+_METADATA_KEY = "vitrine"  # of a file's metadata: the id, the entries of a row that it reads, and its values or layers
+_DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 _OF_METADATA = ("name", "model", "point", "kind", "activation", "description")
+Spec = TypeVar("Spec", bound=BaseModel)
+_LENS_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(weight|bias)")
 # Tensors of each kind: their dimensions by name, and whether they are required.
 _LINEAR = {
     "weight": (("k", "hidden"), True),
@@ -50,33 +52,43 @@ _OF_ACTIVATION = {
 
 
 class Definition(NamedTuple):
-    """A checked readout.
-
-    Attributes:
-        spec: Its spec.
-        tensors: Its tensors by name, on the CPU, as sent.
-        hidden: The number of entries of a row that it reads.
-        size: The number of its values.
-    """
+    """A checked readout."""
 
     spec: ReadoutSpec
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]  # by name, on the CPU, as sent
+    hidden: int  # the number of entries of a row that it reads
+    size: int  # the number of its values
+
+
+class LensDefinition(NamedTuple):
+    """A checked lens: for layer l the map of rows h to `weight @ h + bias`, `layers.l.weight` and `layers.l.bias`."""
+
+    spec: LensSpec
+    tensors: dict[str, torch.Tensor]  # [hidden, hidden] and [hidden], on the CPU, as sent
     hidden: int
-    size: int
+    layers: list[int]  # ascending; the rows of others stay as they are
+
+
+def define_lens(data: bytes, spec: Mapping[str, Any] | None = None) -> LensDefinition:
+    """The lens of a safetensors file; arguments and errors as of `define`."""
+    read, tensors = _read(data, spec, LensSpec)
+    layers, sizes = set[int](), dict[str, int]()
+    for name, tensor in tensors.items():
+        if not (match := _LENS_TENSOR.fullmatch(name)) or f"layers.{match[1]}.weight" not in tensors:
+            raise _refused(f"{name!r}: a lens has layers.N.weight, and maybe layers.N.bias, for each layer N it maps")
+        _check(name, tensor, ("hidden", "hidden") if match[2] == "weight" else ("hidden",), sizes)
+        layers.add(int(match[1]))
+    if not layers:
+        raise _refused("it has no tensor; a lens has layers.N.weight for each layer N it maps")
+    return LensDefinition(read, tensors, sizes["hidden"], sorted(layers))
 
 
 def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
-    """A readout of a safetensors file.
+    """The readout of a safetensors file; fields that the spec leaves out come from the file's metadata.
 
-    Args:
-        data: The file.
-        spec: The spec sent with the file; fields that it leaves out come from the file's metadata.
-
-    Raises:
-        RequestError: The file or the spec is invalid, or the tensors do not fit; names the field.
+    RequestError, which names the field, if the file or the spec is invalid, or the tensors do not fit.
     """
-    own, tensors = _read(data)
-    read = _spec({**own, **(spec or {})})
+    read, tensors = _read(data, spec, ReadoutSpec)
     sizes = _sizes(read, tensors)
     if read.labels is not None and len(read.labels) != sizes["k"]:
         message = f"spec.labels has {len(read.labels)} labels, but the readout has {sizes['k']} values"
@@ -86,8 +98,8 @@ def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
     return Definition(read, tensors, sizes["hidden"], sizes["k"])
 
 
-def _read(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The readout's spec in a file's metadata, and its tensors."""
+def _read(data: bytes, given: Mapping[str, Any] | None, kind: type[Spec]) -> tuple[Spec, dict[str, torch.Tensor]]:
+    """The spec that is given and in a file's metadata, and the file's tensors."""
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise _refused(f"not a safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
@@ -98,13 +110,16 @@ def _read(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         raise _refused(f"not a complete safetensors file: {error}") from error
     except KeyError as error:  # a dtype that torch lacks
         raise _refused(f"it has tensors of a dtype that is not supported: {error}") from error
-    return _metadata_spec(metadata), tensors
+    return _spec({**_metadata_spec(metadata), **(given or {})}, kind), tensors
 
 
 def _metadata_spec(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The readout's spec in a file's metadata; empty for other files."""
+    """The spec in a file's metadata; empty for other files."""
     if "spec" in metadata:
-        return _object(metadata["spec"], "spec")
+        given = _json(metadata["spec"], RequestError("it is not JSON", "spec"))
+        if not isinstance(given, dict):
+            raise RequestError("send a JSON object", "spec")
+        return given
     spec: dict[str, Any] = {name: metadata[name] for name in _OF_METADATA if name in metadata}
     if "labels" in metadata:
         spec["labels"] = _json(metadata["labels"], _refused("the labels in its metadata are not JSON"))
@@ -119,16 +134,9 @@ def _json(text: str, refusal: RequestError) -> Any:
         raise refusal from error
 
 
-def _object(text: str, field: str) -> dict[str, Any]:
-    value = _json(text, RequestError("it is not JSON", field))
-    if not isinstance(value, dict):
-        raise RequestError("send a JSON object", field)
-    return value
-
-
-def _spec(fields: Mapping[str, Any]) -> ReadoutSpec:
+def _spec(fields: dict[str, Any], kind: type[Spec]) -> Spec:
     try:
-        return ReadoutSpec.model_validate(dict(fields))
+        return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
@@ -150,32 +158,51 @@ def _sizes(spec: ReadoutSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
             raise _refused(f"send both {pair[0]} and {pair[1]}, or neither")
     sizes = dict[str, int]()
     for name, (dimensions, _) in wanted.items():
-        if name not in tensors:
-            continue
-        tensor = tensors[name]
-        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise _refused(f"{name!r} has the dtype {tensor.dtype}: use one of {', '.join(_DTYPES)}")
-        if len(tensor.shape) != len(dimensions) or 0 in tensor.shape:
-            raise _refused(f"{name!r} has the shape {list(tensor.shape)}, but must have [{', '.join(dimensions)}]")
-        for dimension, size in zip(dimensions, tensor.shape, strict=True):
-            if sizes.setdefault(dimension, size) != size:
-                message = f"{name!r} has the shape {list(tensor.shape)}, but {dimension} is {sizes[dimension]}"
-                raise _refused(message)
-        if not tensor.isfinite().all():
-            raise _refused(f"{name!r} has a value that is not finite")
+        if name in tensors:
+            _check(name, tensors[name], dimensions, sizes)
     if "std" in tensors and not (tensors["std"] > 0).all():
         raise _refused("'std' has a value that is not above 0")
     return sizes
 
 
+def _check(name: str, tensor: torch.Tensor, dimensions: tuple[str, ...], sizes: dict[str, int]) -> None:
+    """Reject a tensor of another dtype or shape than its dimensions, or not finite; adds the dimensions to `sizes`."""
+    if tensor.dtype not in _DTYPES:
+        raise _refused(f"{name!r} has the dtype {tensor.dtype}: use one of {', '.join(_DTYPES.values())}")
+    if len(tensor.shape) != len(dimensions) or 0 in tensor.shape:
+        raise _refused(f"{name!r} has the shape {list(tensor.shape)}, but must have [{', '.join(dimensions)}]")
+    for dimension, size in zip(dimensions, tensor.shape, strict=True):
+        if sizes.setdefault(dimension, size) != size:
+            message = f"{name!r} has the shape {list(tensor.shape)}, but {dimension} is {sizes[dimension]}"
+            raise _refused(message)
+    if not tensor.isfinite().all():
+        raise _refused(f"{name!r} has a value that is not finite")
+
+
 def _refused(message: str) -> RequestError:
-    return RequestError(message, "file", "invalid_readout_file")
+    return RequestError(message, "file", "invalid_file")
+
+
+def _spec_json(spec: BaseModel) -> str:
+    return spec.model_dump_json(exclude_none=True, exclude_defaults=True)
+
+
+def as_file(defined: Definition | LensDefinition) -> tuple[str, bytes]:
+    """An id by the tensors and the spec, and the safetensors file that the store keeps."""
+    digest = hashlib.sha256(_spec_json(defined.spec).encode())
+    for name, tensor in sorted(defined.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    kind = "lens" if isinstance(defined, LensDefinition) else "readout"
+    id = f"{kind}-{digest.hexdigest()[:32]}"
+    sizes = json.dumps([id, defined.hidden, defined[3]])
+    return id, save(defined.tensors, {"spec": _spec_json(defined.spec), _METADATA_KEY: sizes})
 
 
 class ReadoutFiles(ClientFiles):
     """Every readout below one root."""
 
-    folder, kind, verb, full = ".readouts", "readouts", "install", "readout_store_full"
+    folder, kind, noun, verb, full = ".readouts", "readouts", "readout", "install", "readout_store_full"
     most_files = 1 << 10
 
     def described(self, path: Path) -> tuple[str, dict[str, Any]]:
@@ -183,7 +210,8 @@ class ReadoutFiles(ClientFiles):
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
         id, hidden, values = json.loads(metadata[_METADATA_KEY])
-        return id, _about(ReadoutSpec.model_validate_json(metadata["spec"]), hidden, values)
+        # Whoever puts a file into the directory may choose another name for it.
+        return id, self._about(metadata["spec"], hidden, values) | {"name": path.stem.partition("@")[0]}
 
     def put(
         self,
@@ -192,32 +220,30 @@ class ReadoutFiles(ClientFiles):
         most: int,
         account: Account = OPERATOR,
     ) -> dict[str, Any]:
-        """Store a readout with its spec, as `keep` does. RequestError if it is not a valid readout."""
-        defined = define(data, spec)
-        id = _id(defined)
-        metadata = {"spec": _spec_json(defined.spec), _METADATA_KEY: json.dumps([id, defined.hidden, defined.size])}
-        kept = save(defined.tensors, metadata)
-        about = _about(defined.spec, defined.hidden, defined.size)
-        new = ClientFile(defined.spec.name, account.owner, id, len(kept), 0.0, about)
-        return self.keep(new, kept, most, account)
+        """Store one with its spec, as `keep` does. RequestError if it is not valid."""
+        id, kept = as_file(defined := self._define(data, spec))
+        about = self._about(_spec_json(defined.spec), defined.hidden, defined[3])
+        return self.keep(ClientFile(defined.spec.name, account.owner, id, len(kept), 0.0, about), kept, most, account)
+
+    def _define(self, data: bytes, spec: Mapping[str, Any] | None) -> Definition | LensDefinition:
+        return define(data, spec)
+
+    def _about(self, spec: str, hidden: int, values: Any) -> dict[str, Any]:
+        """The fields that answers have; `spec` is JSON."""
+        activation = ReadoutSpec.model_validate_json(spec).activation
+        return {"object": "readout", **json.loads(spec), "activation": activation, "hidden": hidden, "values": values}
 
 
-def _spec_json(spec: ReadoutSpec) -> str:
-    return spec.model_dump_json(exclude_none=True, exclude_defaults=True)
+class LensFiles(ReadoutFiles):
+    """Every fitted lens below one root; an operator may put files that `evals.lenses` wrote there before it starts."""
 
+    folder, kind, noun, full = ".lenses", "lenses", "lens", "lens_store_full"
 
-def _id(defined: Definition) -> str:
-    """Another one for other tensors or another spec."""
-    digest = hashlib.sha256(_spec_json(defined.spec).encode())
-    for name, tensor in sorted(defined.tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return f"readout-{digest.hexdigest()[:32]}"
+    def _define(self, data: bytes, spec: Mapping[str, Any] | None) -> LensDefinition:
+        return define_lens(data, spec)
 
-
-def _about(spec: ReadoutSpec, hidden: int, values: int) -> dict[str, Any]:
-    fields = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    return {"object": "readout", **fields, "activation": spec.activation, "hidden": hidden, "values": values}
+    def _about(self, spec: str, hidden: int, values: Any) -> dict[str, Any]:
+        return {"object": "lens", **json.loads(spec), "hidden": hidden, "layers": values}
 
 
 # A readout's activation by SAELens' architecture and, in its versions before 6, the activation function.
@@ -228,11 +254,7 @@ _SAELENS_ACTIVATIONS = {
     "jumprelu": {"relu": "jumprelu"},
 }
 _SAELENS_FOLDING = (
-    "fold_ln",
-    "center_writing_weights",
-    "center_unembed",
-    "fold_value_biases",
-    "refactor_factored_attn_matrices",
+    *("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases", "refactor_factored_attn_matrices"),
 )
 # Settings of `cfg.json` in all versions. Others are refused, as they may change features: those of training runs, too.
 _SAELENS_USED = (
@@ -250,11 +272,7 @@ _SAELENS_IGNORED = (
 
 
 def read_saelens(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read a directory as a readout's spec without a name, and its tensors.
-
-    Raises:
-        RequestError: The autoencoder is not supported; the message has the reason.
-    """
+    """A directory's spec without a name, and its tensors; RequestError with the reason if it is not supported."""
     try:
         config = json.loads((directory / "cfg.json").read_text())
         tensors = load_file(directory / "sae_weights.safetensors")
@@ -348,11 +366,7 @@ def _saelens_normalization(config: Mapping[str, Any]) -> str:
 
 
 def _point_of_hook(hook: str) -> str:
-    """The point of TransformerLens' name of a hook.
-
-    Raises:
-        RequestError: There is no such point.
-    """
+    """The point of TransformerLens' name of a hook."""
     point = canonical(hook)
     if not re.fullmatch(r"layers\.\d+\.[\w.]+", point):
         raise RequestError(f"{hook!r} is not a point of a layer; docs/points.md lists the hooks that are", "hook_name")

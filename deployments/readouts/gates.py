@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from deployments.conditions import Condition
 from deployments.points.token_choices import Tokens
-from deployments.readouts.spec import Condition
 
 if TYPE_CHECKING:
     from deployments.places.hook_site import HookSite
@@ -69,12 +69,9 @@ class Gate:
         return torch.zeros(1, device=device) if self._run is None else self._run
 
     def decide(self, opened: torch.Tensor, run: torch.Tensor | None, values: torch.Tensor) -> None:
-        """Append the decisions of the next rows.
+        """Append the decisions of the next rows, whether it is open [rows], and their values [rows].
 
-        Args:
-            opened: Whether it is open, [rows].
-            run: The number of last rows that met the limits, [1]; None if it does not count them.
-            values: Their values, [rows].
+        `run` is the number of last rows that met the limits, [1]; None if it does not count them.
         """
         self._last, self._run, self.value = self.known, run, values[-1:]
         self._parts.append(opened)

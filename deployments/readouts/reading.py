@@ -21,25 +21,15 @@ MOST_STACK_BYTES = 256 << 20  # of all these weights; the set used last is kept 
 
 @dataclass(frozen=True)
 class ReadSpan:
-    """The rows of one sequence in a forward pass.
+    """The rows of one sequence in a forward pass."""
 
-    Attributes:
-        readouts: Collects the values that its request asks for; None if it asks for none.
-        gates: The conditions of its edits, and `stop_when`.
-        stop_when: The condition that ends its answer; None for none.
-        start: The position of its first token that runs.
-        count: The number of tokens that run.
-        row: The first token's row in the forward pass.
-        decides: Whether its last row predicts the next token.
-    """
-
-    readouts: SequenceReadouts | None
-    gates: Sequence[Gate]
-    stop_when: Gate | None
-    start: int
-    count: int
-    row: int
-    decides: bool
+    readouts: SequenceReadouts | None  # collects the values that its request asks for
+    gates: Sequence[Gate]  # the conditions of its edits, and `stop_when`
+    stop_when: Gate | None  # the condition that ends its answer
+    start: int  # the position of its first token that runs
+    count: int  # of tokens that run
+    row: int  # the first token's in the forward pass
+    decides: bool  # whether its last row predicts the next token
 
 
 @dataclass(frozen=True)
@@ -87,11 +77,7 @@ class _Product:
 
 
 class ReadoutReader:
-    """Reads the readouts of one forward pass.
-
-    Attributes:
-        places: The places to read.
-    """
+    """Reads the readouts of one forward pass at its `places`."""
 
     def __init__(self, spans: Sequence[ReadSpan], stacks: Stacks) -> None:
         """Group the consumers of the sequences that run by place; `stacks` are kept between forward passes."""
@@ -112,19 +98,16 @@ class ReadoutReader:
     def read_here(self, gates: Sequence[tuple[Gate, int, int, int]], rows: torch.Tensor) -> None:
         """Let gates read rows [rows, ...] that are about to be changed.
 
-        Args:
-            gates: Each gate, the index of its first row in `rows`, that row's index in the gate, and the row count.
-            rows: The rows.
+        With each gate come the index of its first row in `rows`, that row's index in the gate, and the row count.
         """
         consumers = [_Consumer(gate.source.readout, row, first, count, gate) for gate, row, first, count in gates]
         _read(consumers, rows.flatten(1), self._stacks)
 
-    def keep(self) -> dict[int, tuple[Gate, int]]:
+    def keep(self) -> dict[int, tuple[str, float, int]]:
         """Pass the values on to the sequences.
 
         Returns:
-            For each row that predicts a token: the condition that ends the answer before it, and the position of the
-            row that met it.
+            For each row that meets the condition that ends its answer: the readout, its value, and the row's position.
         """
         for product in self._products:
             values = product.values.cpu().numpy()
@@ -139,7 +122,8 @@ class ReadoutReader:
             opened = torch.cat([gate.opened([at]) for (_, gate), at in zip(self._stops, last, strict=True)]).tolist()
             for (span, gate), at, stops in zip(self._stops, last, opened, strict=True):
                 if stops:
-                    ended[span.row + span.count - 1] = gate, at
+                    assert gate.value is not None
+                    ended[span.row + span.count - 1] = gate.source.name, float(gate.value), at
         return ended
 
 

@@ -15,17 +15,11 @@ from deployments.readouts.spec import COLUMN, ReadoutRows
 
 
 class ResolvedReadout(NamedTuple):
-    """A readout that a request asks for, found on the server.
-
-    Attributes:
-        source: The readout, and where it reads.
-        tokens: The tokens to compute it for.
-        top_k: For an autoencoder, how many features of each token to return; None for others.
-    """
+    """A readout that a request asks for, found on the server."""
 
     source: Source
-    tokens: Tokens
-    top_k: int | None = None
+    tokens: Tokens  # to compute it for
+    top_k: int | None = None  # for an autoencoder, how many features of each token to return
 
     @property
     def width(self) -> int:
@@ -52,7 +46,7 @@ class SequenceReadouts:
     def __init__(self, asked: Sequence[ResolvedReadout], prompt: int) -> None:
         """No values yet; `prompt` is the number of prompt tokens."""
         self.asked, self._prompt = asked, prompt
-        self._parts: list[list[tuple[int, Values]]] = [[] for _ in self.asked]  # by first position, ascending
+        self._parts = [[_no_rows(readout)] for readout in self.asked]
         self.known = [readout.tokens.first for readout in self.asked]
         self._returned = [readout.tokens.first for readout in self.asked]
 
@@ -63,7 +57,7 @@ class SequenceReadouts:
 
     def add(self, index: int, first: int, values: Values) -> None:
         """Add rows of one readout, the first of them at position `first`."""
-        self._parts[index].append((first, values))
+        self._parts[index].append(values)
         self.known[index] = first + len(values.values)
 
     def take(self, ended: bool = False) -> tuple[ReadoutRows, ...]:
@@ -123,14 +117,13 @@ class SequenceReadouts:
 
     def _all(self, index: int) -> Values:
         parts = self._parts[index]
-        if not parts:
-            width = self.asked[index].width
-            return Values(
-                np.zeros((0, width), np.float32), np.zeros((0, width), np.int32) if self.asked[index].top_k else None
-            )
         if len(parts) > 1:
-            values = np.concatenate([part.values for _, part in parts])
-            features = [part.features for _, part in parts if part.features is not None]
-            joined = Values(values, np.concatenate(features) if features else None)
-            self._parts[index] = parts = [(parts[0][0], joined)]
-        return parts[0][1]
+            values = np.concatenate([part.values for part in parts])
+            features = [part.features for part in parts if part.features is not None]
+            self._parts[index] = parts = [Values(values, np.concatenate(features) if features else None)]
+        return parts[0]
+
+
+def _no_rows(readout: ResolvedReadout) -> Values:
+    values = np.zeros((0, readout.width), np.float32)
+    return Values(values, values.astype(np.int32) if readout.top_k else None)

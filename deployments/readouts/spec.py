@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from deployments.conditions import ReadoutName
 from deployments.points.strict import Strict
 from deployments.points.token_choices import TokenChoice
 
@@ -15,10 +17,8 @@ MOST_FEATURES = 1024  # of one token
 DEFAULT_TOP_K = 10
 COLUMN = "readouts."  # prefix of a stored column's name
 
-ReadoutName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")]
 Activation = Literal["none", "sigmoid", "relu", "jumprelu", "topk", "gated"]
 Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
-Number = Annotated[float, Field(allow_inf_nan=False, ge=-3.4e38, le=3.4e38)]
 LINEAR = ("none", "sigmoid", "relu")
 SAE = ("relu", "jumprelu", "topk", "gated")
 
@@ -74,6 +74,31 @@ class ReadoutSpec(Strict):
         return self
 
 
+class LensSpec(Strict):
+    """What a fitted lens is.
+
+    Attributes:
+        name: Its name in requests.
+        model: The id of the served model that it is for.
+        kind: How it was fitted.
+        description: Any text.
+        card: How it was fitted in detail, and its losses, as `evals.lenses` writes them.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: ReadoutName
+    model: str = Field(min_length=1, max_length=256)
+    kind: Literal["jacobian", "tuned"]
+    description: str | None = Field(default=None, max_length=1024)
+    card: dict[str, JsonValue] = {}
+
+
+def needed_point(layers: Sequence[int]) -> str:
+    """The point that a model must have for a lens with maps of these layers, because its last layer has no map."""
+    return f"layers.{layers[-1] + 1}.output"
+
+
 class AskedReadout(Strict):
     """A readout whose values a request asks for.
 
@@ -109,52 +134,13 @@ AskedReadouts = Annotated[
 ]
 
 
-class Condition(Strict):
-    """A condition on one value of a readout.
-
-    Attributes:
-        readout: The readout's name.
-        above: Met while the value is above this.
-        below: Met while the value is below this.
-        feature: The value's index.
-        label: The value's label.
-        rows: Met after this many consecutive rows.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    readout: ReadoutName
-    above: Number | None = None
-    below: Number | None = None
-    feature: int | None = Field(default=None, ge=0)
-    label: str | None = Field(default=None, max_length=256)
-    rows: int = Field(default=1, ge=1, le=1024, alias="for")
-
-    @model_validator(mode="after")
-    def _compares_once(self) -> Condition:
-        if (self.above is None) == (self.below is None):
-            raise ValueError("give either above or below")
-        if self.feature is not None and self.label is not None:
-            raise ValueError("give feature or label, not both")
-        return self
-
-
 @dataclass(frozen=True)
 class ReadoutRows:
-    """Rows of a readout, all of the prompt's tokens or all of generated ones.
-
-    Attributes:
-        name: The readout.
-        labels: The labels of its values, if it has any.
-        generated: Whether the tokens are generated ones.
-        index: Each row's token, by its index among the prompt's or the generated tokens.
-        values: The values of each row; for an autoencoder, those of `features`.
-        features: The feature indices of each row, the largest value first; None for a linear readout.
-    """
+    """Rows of a readout, all of the prompt's tokens or all of generated ones."""
 
     name: str
-    labels: tuple[str, ...] | None
-    generated: bool
-    index: list[int]
-    values: list[list[float]]
-    features: list[list[int]] | None = None
+    labels: tuple[str, ...] | None  # of its values, if they have any
+    generated: bool  # whether the tokens are generated ones
+    index: list[int]  # each row's token, by its index among the prompt's or the generated tokens
+    values: list[list[float]]  # of each row; for an autoencoder, those of `features`
+    features: list[list[int]] | None = None  # of each row, the largest value first; None for a linear readout

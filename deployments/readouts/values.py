@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn import functional
 
-from deployments.readouts.files import Definition
-from deployments.readouts.spec import ReadoutSpec
+from deployments.readouts.files import Definition, LensDefinition
+from deployments.readouts.spec import ReadoutSpec, needed_point
 from deployments.tiles import in_tiles
 
 DENSE_BYTES = 64 << 20  # of an autoencoder's float32 features computed at a time
@@ -76,11 +77,7 @@ class Readout:
     def change(self, rows: torch.Tensor, feature: int, kind: str, value: torch.Tensor) -> torch.Tensor:
         """The change of rows [rows, hidden] that gives one feature another value, in float32.
 
-        Args:
-            rows: The rows.
-            feature: The feature's index.
-            kind: `add` the value, `scale` by it, `clamp` to it, or `zero`.
-            value: The number, [rows] or [1].
+        The kind is to `add` the value [rows] or [1], to `scale` by it, to `clamp` to it, or `zero`.
         """
         normal, scale = self._normalized(rows.float())
         now = self._feature(normal, feature)
@@ -134,6 +131,35 @@ class Readout:
             features = features * self._tensors["norms"]
         values, index = features.topk(self.spec.k, dim=-1, sorted=False)
         return torch.zeros_like(features).scatter_(-1, index, values.relu_())
+
+
+class FittedLens:
+    """A fitted lens whose maps are on a device.
+
+    Attributes:
+        hidden: The number of entries of a row.
+        needs: The point of the last layer that the model must have, since the last layer has no map.
+        bytes: Memory of its tensors.
+    """
+
+    def __init__(self, definition: LensDefinition, device: torch.device, batch_invariant: bool = False) -> None:
+        """Move the maps to a device; `batch_invariant` as of `Readout`."""
+        self._tensors = {name: tensor.to(device) for name, tensor in definition.tensors.items()}
+        self._batch_invariant = batch_invariant
+        self.hidden, self.needs = definition.hidden, needed_point(definition.layers)
+        self.bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def apply(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """A layer's rows [rows, hidden] through its map, in float32 and back; unchanged if the layer has none."""
+        weight, bias = (self._tensors.get(f"layers.{layer}.{name}") for name in ("weight", "bias"))
+        if weight is None:
+            return rows
+
+        def product(some: torch.Tensor) -> torch.Tensor:
+            return functional.linear(some.float(), weight.float(), None if bias is None else bias.float())
+
+        rows = rows.to(weight.device)
+        return in_tiles(rows, self.hidden, product) if self._batch_invariant else product(rows).to(rows.dtype)
 
 
 def largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

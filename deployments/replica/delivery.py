@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need
     from deployments.chat.token_texts import TokenTexts
     from deployments.engine.edits import Edit
     from deployments.engine.engine import Engine
+    from deployments.replica.monitoring import MonitorLog
     from deployments.replica.open_run import RunWriter
 
 logger = logging.getLogger("ray.serve")
@@ -36,6 +37,7 @@ class RunningChoice:
         reader: Finds reasoning and tool calls in its text.
         run: Receives its recorded rows.
         echo: The prompt at the start of its text.
+        tokens: The number of its tokens so far.
         logprob: The sum over all its tokens.
         ended: The engine has ended it.
     """
@@ -45,6 +47,7 @@ class RunningChoice:
     reader: AnswerReader | None = None
     run: RunWriter | None = None
     echo: Echo | None = None
+    tokens: int = 0
     logprob: float = 0.0
     ended: bool = False
 
@@ -98,14 +101,19 @@ class Ticket:
 class Delivery:
     """All running jobs. Call it on one event loop only."""
 
-    def __init__(self, engine: Engine, token_texts: TokenTexts) -> None:
+    def __init__(self, engine: Engine, token_texts: TokenTexts, monitor_log: MonitorLog | None = None) -> None:
         self._engine = engine
+        self._monitor_log = monitor_log
         self._token_texts = token_texts
         self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
         self._dropped: dict[str, Ticket] = {}  # the same for dropped requests, until the engine ends them
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    def held_of(self, owner: str | None) -> int:
+        """The number of an owner's sequences."""
+        return sum(ticket.job.account.owner == owner for ticket in self._tickets.values())
 
     def open(self, job: Job, choices: Mapping[str, RunningChoice]) -> Ticket:
         """Queue a job's requests; their messages go to its ticket."""
@@ -143,7 +151,7 @@ class Delivery:
             self._written(event)
         if isinstance(event, Finished):
             ticket = self._dropped.pop(event.id)
-            _log(ticket.job, ticket.choices[event.id], event)
+            self._log(ticket.job, ticket.choices[event.id], event)
 
     def fail_all(self, message: str) -> None:
         """Send an error to every job: the engine has ended."""
@@ -174,10 +182,15 @@ class Delivery:
             before = len(choice.echo.text) if choice.echo else 0
             piece.logprobs += self._token_texts.scored(delta.tokens, delta.logprobs, before)
         if piece.lens is not None and (lens := choice.request.lens) and lens.generated:
-            piece.lens += self._token_texts.lens(delta.tokens, lens, delta.lens)
+            entries = self._token_texts.lens(delta.tokens, lens, delta.lens)
+            if lens.part:
+                at = enumerate(entries, len(choice.request.prompt) + choice.tokens)
+                entries = [{"position": position} | entry for position, entry in at if lens.part(position)]
+            piece.lens += entries
         if job.token_ids:
             piece.token_ids += delta.tokens
         piece.readouts += delta.readouts
+        choice.tokens += len(delta.tokens)
         choice.logprob += sum(one.logprob for one in delta.logprobs)
 
     def _written(self, event: Rows | Finished) -> None:
@@ -201,17 +214,18 @@ class Delivery:
             message = await self._last_message(ticket, choice, event)
         finally:
             self._written(event)
-        _log(ticket.job, choice, event)
+        self._log(ticket.job, choice, event)
         ticket.messages.put_nowait(message)
 
     async def _last_message(self, ticket: Ticket, choice: RunningChoice, event: Finished) -> Message:
         if event.code == GRAMMAR_TOO_COMPLEX:
-            return Refusal(event.error or "", "tools" if ticket.job.must_call else "response_format", event.code)
+            field = "tools" if ticket.job.must_call else "response_format"
+            return Refusal(event.error or "", ticket.job.fields.get(field, field), event.code)
         if event.reason == "error":
             return Refusal(event.error or "", None, event.code, 500)
         run = await choice.run.report(event) if choice.run else None
         if run and run.status == "failed" and ticket.job.capture and ticket.job.capture.required:
-            return Refusal(f"the activations could not be stored: {run.reason}", "capture", "capture_failed", 500)
+            return Refusal(f"the activations could not be stored: {run.reason}", "capture", "capture_failed", 503)
         calls = choice.reader and choice.reader.called and event.reason == "stop"
         reason = "tool_calls" if calls else event.reason
         tokens = len(event.tokens)
@@ -236,6 +250,20 @@ class Delivery:
         tokens = [event.prompt[position] for position in positions]
         entries = self._token_texts.lens(tokens, choice.request.lens, [layers for _, layers in event.prompt_lens])
         return [{"position": position} | entry for position, entry in zip(positions, entries, strict=True)]
+
+    def _log(self, job: Job, choice: RunningChoice, event: Finished) -> None:
+        if event.monitored and self._monitor_log:
+            self._monitor_log.add(job, choice.run.id if choice.run and job.may_store else None, event)
+        memory = event.memory
+        logger.info(
+            "request %s (%s): %s, %d prompt and %d generated tokens; memory before %s, peak %s, after %s",
+            choice.request.id,
+            job.request_id,  # Serve adds it to its own lines, but not on the engine's thread
+            event.reason,
+            len(event.prompt),
+            len(event.tokens),
+            *(f"{size / 2**20:.1f} MiB" for size in (memory.before, memory.peak, memory.after)),
+        )
 
     def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.tasks.discard(task)
@@ -262,16 +290,3 @@ def _norms(edits: Sequence[Edit]) -> Iterator[ChangedNorm]:
     for edit in edits:
         if edit.norms and (summary := edit.norms.summary):
             yield ChangedNorm(edit.field, edit.point.name, *summary)
-
-
-def _log(job: Job, choice: RunningChoice, event: Finished) -> None:
-    memory = event.memory
-    logger.info(
-        "request %s (%s): %s, %d prompt and %d generated tokens; memory before %s, peak %s, after %s",
-        choice.request.id,
-        job.request_id,  # Serve adds it to its own lines, but not on the engine's thread
-        event.reason,
-        len(event.prompt),
-        len(event.tokens),
-        *(f"{size / 2**20:.1f} MiB" for size in (memory.before, memory.peak, memory.after)),
-    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from deployments import __version__
 from deployments.activations.facts import public_uri
 from deployments.errors import LoadError, RequestError
-from deployments.model_files.names import source
+from deployments.model_files.names import located, source
 from deployments.options import Options
 from deployments.points.names import dtype_name
 
@@ -89,6 +89,7 @@ def _engine(options: Options) -> Engine:
         attention=options.attention,
         share=options.allow_client_code,
         batch_invariant=options.batch_invariant,
+        adapter=str(located(options.adapter, options.models_dir, "adapter")) if options.adapter else None,
     )
     model.points.name(options.savepoints)
     return Engine(
@@ -112,13 +113,13 @@ def _drawing(hf: Any) -> dict[str, Any]:
 
 
 def _threads(options: Options) -> int:
-    return options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas)
+    return options.threads or max(1, (os.cpu_count() or 1) // options.most_replicas)
 
 
 def _sharing(options: Options, device: str) -> int:
     """How many replicas may share the same free memory: all on a CPU, as they may start on one node."""
     if device == "cpu":
-        return options.num_replicas
+        return options.most_replicas
     return int(1 / options.num_gpus) if options.num_gpus and options.num_gpus < 1 else 1
 
 
@@ -147,6 +148,8 @@ def description(options: Options, model: Model) -> dict[str, Any]:
         "generation_config": _drawing(model.hf),
         "revision": model.revision,
         "source": model.hf.name_or_path,
+        "adapter_revision": model.adapter_revision,
+        "quantization": model.quantization,
         "options": options.model_dump(mode="json", exclude={"api_keys_file"}) | came_out,
         "versions": {"python": platform.python_version(), "vitrine": __version__}
         | {name: importlib.metadata.version(name) for name in PACKAGES},

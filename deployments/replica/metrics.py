@@ -75,12 +75,14 @@ class RequestMeter:
         status: The HTTP status of the answer; 499 if the client disconnected.
         prompt_tokens: Tokens of its prompts, each counted once.
         first_s: Seconds until the first message; None before.
+        runs: The status of each of its choices' runs.
     """
 
     def __init__(self, job: Job) -> None:
         self.status = 499
         self.prompt_tokens = 0
         self.first_s: float | None = None
+        self.runs: list[str] = []
         self._job = job
         self._left = max(1, len(job.prompts)) * job.n
         self.began = time.monotonic()
@@ -96,6 +98,8 @@ class RequestMeter:
                 self.status = message.status
                 return
             self._left -= 1
+            if message.run:
+                self.runs.append(message.run.status)
             if message.index % self._job.n == 0:
                 self.prompt_tokens += message.prompt_tokens
         if not self._left:
@@ -113,7 +117,8 @@ class RequestMetrics:
         self._seconds = Histogram(f"{PREFIX}request_seconds", "How long they took.", BUCKETS, tag_keys=TAGS)
         self._first = Histogram(f"{PREFIX}first_token_seconds", "Until a stream's first text.", BUCKETS, tag_keys=TAGS)
         self._prompt = Counter(f"{PREFIX}prompt_tokens_total", "Tokens of prompts.", tag_keys=TAGS)
-        for metric in (self._requests, self._seconds, self._first, self._prompt):
+        self._runs = Counter(f"{PREFIX}runs_total", "Recorded runs, by their end.", tag_keys=("model", "status"))
+        for metric in (self._requests, self._seconds, self._first, self._prompt, self._runs):
             metric.set_default_tags({"model": model})
 
     @contextmanager
@@ -133,3 +138,5 @@ class RequestMetrics:
                 self._first.observe(meter.first_s, tags)
             if meter.prompt_tokens:
                 self._prompt.inc(meter.prompt_tokens, tags)
+            for status in meter.runs:
+                self._runs.inc(1, {"status": status})

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from deployments.activations.facts import RunLocation, StoreError
 from deployments.chat.token_texts import TextOffsets
@@ -22,7 +22,8 @@ from deployments.job import Job
 from deployments.messages import RunReport
 from deployments.points.capture import Capture
 from deployments.points.names import dtype_name
-from deployments.points.token_choices import Tokens, resolve
+from deployments.points.placement import Layout
+from deployments.points.token_choices import ASSISTANT, REASONING, Tokens, resolve
 
 logger = logging.getLogger("ray.serve")
 
@@ -47,6 +48,7 @@ class RunWriter:
         runs: The replica's interface to the store.
         index: The choice's index in the job, prompt by prompt.
         offsets: The start of each token in the text so far.
+        layout: Shows the prompt's messages, and how to follow the reasoning of the answer.
 
     Attributes:
         id: The run's id.
@@ -61,7 +63,9 @@ class RunWriter:
         most: The most bytes that it can record.
     """
 
-    def __init__(self, runs: RunSender, job: Job, request: Request, index: int, offsets: TextOffsets) -> None:
+    def __init__(
+        self, runs: RunSender, job: Job, request: Request, index: int, offsets: TextOffsets, layout: Layout
+    ) -> None:
         self.id = job.run_id(index)
         self.job = job
         self.number = index % job.n
@@ -73,6 +77,8 @@ class RunWriter:
         self.most = RowSizes.bytes(request.capture, request.points).of(recordable(request))
         self._runs = runs
         self._offsets = offsets
+        self._turns = layout.turns
+        self._reasoning = layout.follow() if layout.turns else None
         self._pieces: list[Captured] = []  # for an inline answer
         self._sending: asyncio.Task[None] | None = None
         self._parts = 0
@@ -107,6 +113,8 @@ class RunWriter:
     def _fail(self, error: Exception) -> None:
         # The answer is useful without its activations; it contains the error.
         self._failed = str(getattr(error, "cause", None) or error)
+        if isinstance(error, RayActorError):
+            self._failed = "the activation store did not answer: send the request again"
         logger.warning("run %s was not stored: %s", self.id, self._failed)
 
     async def report(self, event: Finished) -> RunReport:
@@ -141,23 +149,22 @@ class RunWriter:
         points = {name: point._asdict() for name, point in stored.points.items()} if named else {}
         return replace(report, status="stored", points=points)
 
-    def text_offsets(self, captured: Captured, generated: Sequence[int]) -> list[int]:
-        """The number of characters of prompt + answer before each recorded token.
-
-        Args:
-            captured: Rows that follow those of earlier calls.
-            generated: All generated tokens; empty if the rows are contiguous with earlier ones.
-        """
-        ends, prompt = self._offsets.ends, self.request.prompt
-        if len(ends) == 1:
-            self._offsets.add(prompt)
-        known = len(ends) - 1
-        if generated:
-            self._offsets.add(generated[known - len(prompt) :])
-        else:
-            pairs = zip(captured.positions, captured.token_ids, strict=True)
-            self._offsets.add(token for position, token in pairs if position >= known)
-        return [ends[position] for position in captured.positions]
+    def columns(self, captured: Captured) -> dict[str, Sequence[int]]:
+        """The columns of recorded rows, which follow those of earlier calls, beside the tokens; see `to_batch`."""
+        prompt, known = len(self.request.prompt), len(self._offsets.ends) - 1
+        self._offsets.add(captured.seen)
+        columns: dict[str, Sequence[int]] = {"text_offsets": [self._offsets.ends[at] for at in captured.positions]}
+        if self._turns is None or (turns := self._turns()) is None:
+            return columns
+        if self._reasoning is not None:
+            for token in captured.seen[max(0, prompt - known) :]:
+                self._reasoning.add(token)
+        roles, of = list[int](), list[int]()
+        for at in captured.positions:
+            is_reasoning = self._reasoning is not None and self._reasoning.has(True, at)
+            roles.append(turns.roles[at] if at < prompt else REASONING if is_reasoning else ASSISTANT)
+            of.append(turns.turns[at] if at < prompt else len(turns.speakers) - 1)
+        return columns | {"roles": roles, "turns": of}
 
     def text(self, event: Finished) -> str:
         """The text of prompt and answer, including special tokens."""
@@ -185,7 +192,7 @@ def recordable(request: Request) -> Sequence[int]:
         RequestError: It has no such token; names the field.
     """
     tokens, most = chosen_tokens(request), len(request.prompt) + request.max_tokens
-    if tokens.apart and tokens.stop is not None and tokens.stop > most:
+    if (tokens.few or tokens.first) and tokens.stop is not None and tokens.stop > most:
         raise RequestError(f"prompt and answer have positions 0 to {most - 1}", "capture.tokens")
     return tokens.of(most)
 

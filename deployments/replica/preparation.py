@@ -18,17 +18,21 @@ from deployments.engine.request import LensLayers, Request
 from deployments.errors import RequestError, naming
 from deployments.interventions.resolve import EditResolver
 from deployments.interventions.stored_tensors import FetchedTensors, StoredTensors
-from deployments.job import Job
+from deployments.job import Job, Text
 from deployments.messages import Piece
+from deployments.model.attribution import By, attribute
 from deployments.options import Options
 from deployments.places.points import Points
-from deployments.points.capture import MOST_INLINE_VALUES, Capture
+from deployments.points.capture import MOST_INLINE_VALUES
 from deployments.points.interventions import ChangeFeature
 from deployments.points.logit_lens import LogitLens
-from deployments.points.token_choices import Ends, Tokens, Window, farthest, placed, resolve_ahead
-from deployments.readouts.resolver import NamedReadout, ReadoutCache, ReadoutResolver
-from deployments.readouts.values import Readout
+from deployments.points.placement import Layout, placed
+from deployments.points.token_choices import Tokens, Window, farthest, resolve_ahead
+from deployments.readouts.monitors import MonitorSet
+from deployments.readouts.resolver import NamedReadout, ReadoutCache, ReadoutResolver, point_of
+from deployments.readouts.values import FittedLens, Readout
 from deployments.replica.delivery import RunningChoice
+from deployments.replica.monitoring import Monitors
 from deployments.replica.runs import Runs
 
 MOST_ENTRIES = MOST_INLINE_VALUES // 10  # of an answer; an entry is an object with text
@@ -67,6 +71,7 @@ class Preparation:
         self._prompts = prompts
         self._runs = runs
         self._pool = pool
+        self._attributing = asyncio.Lock()
         points = self._model.points
         self._response_formats = ResponseFormats(chat, self._model)
         self._lens_resolver = LensResolver(points, prompts.inner_ids, self._model.vocabulary)
@@ -79,6 +84,7 @@ class Preparation:
             pool,
             self._model.batch_invariant,
         )
+        self._monitors = Monitors(options.monitors, options.served_name, points, self._readouts)
         # Special tokens are not in the text, where a stop string would be looked for.
         added = self._model.tokenizer.added_tokens_decoder.items()
         self._special = {token.content: id for id, token in added if token.special and id < self._model.vocabulary}
@@ -98,8 +104,11 @@ class Preparation:
         """
         fetched = await self._stored_tensors.fetch(job)
         held = await self._readouts.fetch(job.id, _named_readouts(job))
+        fitted = await self._fitted(job)
         loop = asyncio.get_running_loop()
-        choices = await loop.run_in_executor(self._pool, self._choices, job, fetched, held, streamed)
+        monitors = await self._monitors.of(job)  # whatever the job's fields and presets say
+        prepare = functools.partial(self._choices, job, fetched, held, fitted, monitors, streamed)
+        choices = await loop.run_in_executor(self._pool, prepare)
         await self._runs.check_room(job, [choice.request for choice in choices.values()])
         return choices
 
@@ -118,19 +127,44 @@ class Preparation:
                 used.stop(job.stop_when, prompt=1)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pool, self._edit_resolver, job.all_changes, fetched, used)
-        self._lens_resolver.of(job.logit_lens)
+            self._lens_resolver.of(job.logit_lens, await self._fitted(job))
         if job.capture:
             self._model.points.resolve(job.capture)
 
+    async def _fitted(self, job: Job) -> FittedLens | None:
+        """The fitted lens that a job names; None if it names none."""
+        if not job.logit_lens or job.logit_lens.lens is None:
+            return None
+        return await self._readouts.fetch_lens(job.id, job.logit_lens.lens, job.reader("logit_lens.lens"))
+
+    async def attribute(self, text: Text, targets: Sequence[str | int], by: By) -> dict[str, Any]:
+        """The parts of a logit after a text, or of the difference of two, as the answer has them.
+
+        Raises:
+            RequestError: The model has no such parts or tokens.
+        """
+        ids = [self._lens_resolver.target(target, f"targets[{i}]") for i, target in enumerate(targets)]
+        tokens = await asyncio.get_running_loop().run_in_executor(self._pool, self._prompts.tokenize, text)
+        async with self._attributing:  # one at a time: the engine runs all calls that wait before its next forward pass
+            call = self._engine.call(functools.partial(attribute, self._model, tokens["tokens"], ids, by))
+            logit, parts = await asyncio.wrap_future(call)
+        return {"logit": logit, "parts": [{"name": name, "values": values} for name, values in parts.items()]}
+
     def _choices(
-        self, job: Job, fetched: FetchedTensors, held: Mapping[str, Readout], streamed: bool
+        self,
+        job: Job,
+        fetched: FetchedTensors,
+        held: Mapping[str, Readout],
+        fitted: FittedLens | None,
+        monitors: MonitorSet | None,
+        streamed: bool,
     ) -> dict[str, RunningChoice]:
         """All preparation that takes time and so runs outside the event loop."""
         prompts = self._prompts.of(job)
         if job.capture:
             job.capture.check_prompts(len(prompts))
         points = self._model.points.resolve(job.capture) if job.capture else ()
-        lens = self._lens_resolver.of(job.logit_lens)
+        lens = self._lens_resolver.of(job.logit_lens, fitted)
         used = ReadoutResolver.of(self._model.points, held, job.readouts)
         resolver = self._edit_resolver(job.all_changes, fetched, used, job.report)
         chat = self._chat.calling(job.tool_call_format)
@@ -144,24 +178,28 @@ class Preparation:
                 reader: AnswerReader | None = None
                 if job.messages is not None:
                     reader = chat.reader(texts[at], job.tools, job.parallel_calls, streamed)
+                request = self._request(job, index, prompt.ids, points, streamed)
                 if index % job.n == 0:
                     ends = functools.cache(functools.partial(self._prompts.offsets, prompt))
-                    capture = job.capture and job.capture.placed(ends)
-                request = self._request(job, index, prompt.ids, capture, points, streamed)
+                    turns = functools.cache(functools.partial(self._prompts.turns, job, prompt, request.max_tokens > 0))
+                follow = functools.partial(self._prompts.reasoning, job, prompt)
+                of_chat = turns if job.messages is not None else None
+                layout = Layout(ends, len(prompt.ids), request.max_tokens > 0, of_chat, follow)
+                request = replace(request, capture=job.capture and job.capture.placed(layout))
                 changes, most = job.changes(index % job.n), len(prompt.ids) + request.max_tokens
-                edits = resolver.of(changes, len(prompt.ids), most, ends)
+                edits = resolver.of(changes, len(prompt.ids), most, layout)
                 markers = chat.markers(job.tools) if reader else {}
                 seen = lens
                 if lens and job.logit_lens:
-                    seen = self._lens_resolver.placed(lens, job.logit_lens, len(prompt.ids), request.max_tokens, ends)
-                asked = used.values(len(prompt.ids), most, ends)
+                    seen = self._lens_resolver.placed(lens, job.logit_lens, len(prompt.ids), request.max_tokens, layout)
+                asked = used.values(len(prompt.ids), most, layout)
                 stop = used.stop(job.stop_when, len(prompt.ids)) if job.stop_when else None
                 request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=seen)
-                request = replace(request, readouts=asked, stop_when=stop)
+                request = replace(request, readouts=asked, stop_when=stop, monitors=monitors, parts=layout.parts)
                 if index % job.n == 0:
                     self._engine.check(request)
                     echo = self._prompts.echo(prompt) if job.echo else None
-                run = self._runs.open(job, request, index) if job.capture else None
+                run = self._runs.open(job, request, index, layout) if job.capture else None
                 prompt_ids = tuple(prompt.ids) if job.token_ids else ()
                 first = Piece(index, echo.text if echo else "", prompt_ids=prompt_ids, lens=[] if seen else None)
                 choices[request.id] = RunningChoice(request, first, reader, run, echo)
@@ -171,13 +209,11 @@ class Preparation:
         _check_readouts_size(requests)
         return choices
 
-    def _request(
-        self, job: Job, index: int, prompt: list[int], capture: Capture | None, points: Any, streamed: bool
-    ) -> Request:
+    def _request(self, job: Job, index: int, prompt: list[int], points: Any, streamed: bool) -> Request:
         max_tokens = job.max_tokens
         if max_tokens is None:
             max_tokens = self._engine.room(len(prompt))
-        if capture and capture.mode == "trace":
+        if job.capture and job.capture.mode == "trace":
             max_tokens = 0
         sampling = job.sampling
         if sampling.seed is not None and index % job.n and not job.variants:
@@ -193,7 +229,6 @@ class Preparation:
             ignore_eos=job.ignore_eos,
             logprobs=0 if job.ranked and job.logprobs is None else job.logprobs,
             prompt_logprobs=job.logprobs if job.echo else None,
-            capture=capture,
             points=points,
             continues=job.messages is None or job.ending == "message",
             streamed=streamed,
@@ -246,14 +281,17 @@ class LensResolver:
         """`tokenize` gives a text's token ids without special tokens; `vocabulary` is the model's number of tokens."""
         self._points, self._tokenize, self._vocabulary = points, tokenize, vocabulary
 
-    def of(self, spec: LogitLens | None) -> LensLayers | None:
+    def of(self, spec: LogitLens | None, fitted: FittedLens | None = None) -> LensLayers | None:
         """Resolve the layers, each once and in the model's order.
 
         Raises:
-            RequestError: A layer does not exist or cannot be read, or a target is no token; names the field.
+            RequestError: A layer does not exist or cannot be read, a target is no token, or the fitted lens has other
+                layers or rows than the model; names the field.
         """
         if spec is None:
             return None
+        if fitted:
+            point_of(self._points, fitted.needs, fitted.hidden, "logit_lens.lens")
         count, by_layer = self._points.layer_count, {}
         for i, layer in enumerate(range(count) if spec.layers == "all" else spec.layers):
             field = "logit_lens.layers" if spec.layers == "all" else f"logit_lens.layers[{i}]"
@@ -262,27 +300,29 @@ class LensResolver:
         points = tuple(by_layer[layer] for layer in layers)
         if spec.targets == "last_layer":
             (last,) = self._points.named(f"layers.{count - 1}.output", "logit_lens.targets")
-            return LensLayers(tuple(layers), points, spec.top_k, last=last)
-        targets = tuple(self._target(target, f"logit_lens.targets[{i}]") for i, target in enumerate(spec.targets))
-        return LensLayers(tuple(layers), points, spec.top_k, targets)
+            return LensLayers(tuple(layers), points, spec.top_k, last=last, fitted=fitted)
+        targets = tuple(self.target(target, f"logit_lens.targets[{i}]") for i, target in enumerate(spec.targets))
+        return LensLayers(tuple(layers), points, spec.top_k, targets, fitted=fitted)
 
-    def placed(self, lens: LensLayers, spec: LogitLens, prompt: int, new: int, ends: Ends) -> LensLayers:
+    def placed(self, lens: LensLayers, spec: LogitLens, prompt: int, new: int, layout: Layout) -> LensLayers:
         """Resolve the result of `of` for a prompt of `prompt` tokens and at most `new` further ones.
 
         Raises:
             RequestError: The prompt does not have these tokens; names the field.
         """
         field = "logit_lens.tokens"
-        choice = placed(spec.tokens or ("generated" if new else "prompt_last"), ends, field)
+        choice = placed(spec.tokens or ("generated" if new else "prompt_last"), layout, field)
         tokens = resolve_ahead(choice, prompt, prompt + new, field)
         if farthest(choice) >= prompt:
             raise RequestError(f"the prompt has tokens 0 to {prompt - 1}; generated tokens come after them", field)
         among = tokens.of(prompt)
         chosen = Tokens(among[0], among[-1] + 1, tokens.few) if among else Tokens(0, 0)
-        is_open = isinstance(choice, Window) and choice.to is None
-        return lens._replace(prompt=chosen, generated=is_open or choice in ("all", "generated"))
+        by_role = isinstance(choice, Tokens) and choice.stop is None
+        is_open = by_role or (isinstance(choice, Window) and choice.to is None)
+        return lens._replace(prompt=chosen, generated=is_open or choice in ("all", "generated"), part=tokens.part)
 
-    def _target(self, target: str | int, field: str) -> int:
+    def target(self, target: str | int, field: str) -> int:
+        """The id of a token that is given by id or text; RequestError, which names the field, if it is not one."""
         if isinstance(target, int):
             if target >= self._vocabulary:
                 raise RequestError(f"token ids go from 0 to {self._vocabulary - 1}", field)

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
-from ray.serve.context import _get_global_client  # the only way to find the proxies' addresses
+from ray.serve.context import _get_global_client, _get_internal_replica_context  # there are no public ways
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.nodes import connect_writer
 from deployments.client_code.job import CodeJob
-from deployments.errors import RequestError
+from deployments.errors import LoadError, RequestError
 from deployments.exposure import check_ray
 from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Message, Refusal
@@ -30,11 +31,13 @@ from deployments.options import SETTINGS, Options
 from deployments.replica.delivery import Delivery, Ticket
 from deployments.replica.engine_loading import description, load_engine
 from deployments.replica.metrics import EngineMetrics, RequestMetrics
+from deployments.serve_actors import MODELS, check_environment
 
 if TYPE_CHECKING:  # Serve's controller and proxies also import this module, without torch
     from deployments.client_code.runner import CodeRunner
     from deployments.engine.engine import Engine
     from deployments.engine.request import Event
+    from deployments.model.attribution import By
 
 logger = logging.getLogger("ray.serve")
 EXIT_S = 5.0  # how long a replica whose engine has ended waits until its requests are answered
@@ -42,28 +45,37 @@ STUCK_AFTER_S = 300.0  # in one engine step; then the replica counts as dead, an
 MOST_TEXTS = 64  # texts that are being tokenized or detokenized, or wait for it
 
 
-@serve.deployment(max_ongoing_requests=100_000, health_check_period_s=5)
+# One that hangs is replaced after half a minute: three checks that are not answered.
+@serve.deployment(max_ongoing_requests=100_000, health_check_period_s=5, health_check_timeout_s=10)
 class ModelReplica:
     """Holds one copy of a model and one engine.
 
     It does its own admission: Serve's limits are above `max_running + max_queued`.
     """
 
-    def __init__(self, options: Options, store: Any = None) -> None:
+    def __init__(self, options: Options, store: Any = None, named: bool = False) -> None:
         """Load the model and start the engine's thread.
 
         Args:
             options: The operator's options.
             store: The activation store's handle; by default the store of the operator's directory.
+            named: Whether its application must be named after the model.
 
         Raises:
-            LoadError: The model cannot be loaded, or Ray's ports are open to everyone.
+            LoadError: The model cannot be loaded, Ray's ports are open to everyone, the application has another name,
+                or the actor lacks variables.
         """
         check_ray(options)
+        serving = _get_internal_replica_context()  # type: ignore[no-untyped-call]  # None in a program without Serve
+        if serving:
+            check_environment(options, "ModelReplica")
+        if serving and named:
+            _check_name(serving.app_name, options.served_name)
         from deployments.chat.prompts import Prompts
         from deployments.chat.template import ChatFormat
         from deployments.chat.token_texts import TokenTexts
         from deployments.places.points import structure
+        from deployments.replica.monitoring import MonitorLog
         from deployments.replica.preparation import Preparation
         from deployments.replica.runs import Runs
 
@@ -89,14 +101,16 @@ class ModelReplica:
         self._preparation = Preparation(
             options, self._engine, chat, self._prompts, runs, store=store, reader=reader, pool=self._pool
         )
-        self._delivery = Delivery(self._engine, token_texts)
+        log = options.monitor_log
+        self._monitor_log = MonitorLog(log, options.served_name) if log else None
+        self._delivery = Delivery(self._engine, token_texts, self._monitor_log)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = EngineMetrics(options.served_name)
         self._requests = RequestMetrics(options.served_name)
         self._described = {"created": int(time.time())} | description(options, self._model)
         device = self._described["device_name"] or self._model.device
         logger.info("%s serves on %s", options.served_name, device)
-        self._preparing = 0  # choices that have no ticket yet
+        self._preparing = Counter[str | None]()  # by owner: choices that have no ticket yet
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client_code = self._runner() if options.allow_client_code else None
         if _has_own_process():
@@ -177,6 +191,13 @@ class ModelReplica:
         """The text of tokens; with `strings`, also each token's own text."""
         return await self._off_loop(self._prompts.detokenize, tokens, strings)
 
+    async def attribute(self, text: Text, targets: Sequence[str | int], by: By) -> dict[str, Any] | Refusal:
+        """The parts of a logit after a text, or of the difference of two."""
+        try:
+            return await self._preparation.attribute(text, targets, by)
+        except RequestError as refused:
+            return Refusal(refused.message, refused.field, refused.code, refused.status)
+
     async def _off_loop(self, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any] | Refusal:
         if self._texts >= MOST_TEXTS:
             message = f"this replica is tokenizing {MOST_TEXTS} texts already: try again later"
@@ -197,12 +218,12 @@ class ModelReplica:
             return job.refusal(refused)
         return {}
 
-    async def check_readout(self, point: str, hidden: int) -> dict[str, Any] | Refusal:
-        """Empty if a readout of `hidden` entries fits a point of the model; otherwise the refusal."""
+    async def check_readout(self, field: str, point: str, hidden: int) -> dict[str, Any] | Refusal:
+        """Empty if a point of the model has rows of `hidden` entries; otherwise the refusal, which names a field."""
         from deployments.readouts.resolver import point_of
 
         try:
-            point_of(self._model.points, point, hidden, "spec.point")
+            point_of(self._model.points, point, hidden, field)
         except RequestError as refused:
             return Refusal(refused.message, refused.field, refused.code, refused.status)
         return {}
@@ -240,6 +261,8 @@ class ModelReplica:
         # Serve calls this after the replica's requests have ended, Python if the model could not be loaded.
         if (client_code := getattr(self, "_client_code", None)) is not None:
             client_code.close()
+        if (log := getattr(self, "_monitor_log", None)) is not None:
+            log.close()
         if hasattr(self, "_engine"):
             self._engine.stop()
             self._thread.join(timeout=10)
@@ -319,22 +342,36 @@ class ModelReplica:
         """
         self._loop = asyncio.get_running_loop()
         wanted, room = job.choices, self._options.max_running + self._options.max_queued
+        owner = job.account.owner
         if wanted > room:
             raise RequestError(f"{wanted} choices, but a replica holds at most {room} sequences: request fewer", "n")
-        if len(self._delivery) + self._preparing + wanted > room:
-            message = f"this replica's queue is full: it holds at most {room} sequences; try again later"
+        held, most = len(self._delivery) + self._preparing.total(), room
+        if owner is not None and held + wanted > self._options.max_running:  # one owner leaves others as much as it has
+            most -= self._delivery.held_of(owner) + self._preparing[owner]
+        if held + wanted > most:
+            limit = "" if most == room else ", and of one owner no more than it has left"
+            message = f"this replica's queue is full: it holds at most {room} sequences{limit}; try again later"
             raise RequestError(message, None, "server_busy", 429)
-        self._preparing += wanted
+        self._preparing[owner] += wanted
         try:
             choices = await self._preparation.choices(job, streamed)
         finally:
-            self._preparing -= wanted
+            self._preparing[owner] -= wanted
         ticket = self._delivery.open(job, choices)
         # After submitting: `_fail_all` answers the jobs that arrived before the engine's end.
         if self._ended or not self._thread.is_alive():
             self._delivery.drop(ticket)
             raise RequestError(NOT_TAKEN, None, "unavailable", 503)
         return ticket
+
+
+def _check_name(application: str, model: str) -> None:
+    """Raise LoadError if an ingress would not find the model by its application's name."""
+    ingress = application.partition(MODELS)[0] if MODELS in application else "default"
+    right = f"{ingress}{MODELS}{model.replace('/', '--')}"
+    if application != right:
+        message = f"the application {application!r} of the model {model!r} must have the name {right!r}"
+        raise LoadError(message, "name", "wrong_name", 500)
 
 
 def _has_own_process() -> bool:

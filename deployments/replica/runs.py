@@ -27,6 +27,8 @@ from deployments.model.model import Model
 from deployments.options import Options
 from deployments.points.capture import MOST_INLINE_VALUES
 from deployments.points.interventions import as_sent
+from deployments.points.names import dtype_name
+from deployments.points.placement import Layout
 from deployments.replica.open_run import RunWriter, chosen_tokens, recordable
 
 PACKAGES = ("torch", "transformers", "nnsight", "pyarrow")
@@ -112,9 +114,9 @@ class Runs:
             message = f"the activations cannot be stored now: {reason}"
             raise RequestError(message, "capture.required", "store_unavailable", 503) from error
 
-    def open(self, job: Job, request: Request, index: int) -> RunWriter:
+    def open(self, job: Job, request: Request, index: int, layout: Layout) -> RunWriter:
         """Open the run of a job's choice; it takes rows as they arrive."""
-        return RunWriter(self, job, request, index, TextOffsets(self._token_texts))
+        return RunWriter(self, job, request, index, TextOffsets(self._token_texts), layout)
 
     async def append(self, run: RunWriter, captured: Captured, part: int) -> None:
         """Send rows of an unfinished run; they no longer need memory here when this returns.
@@ -122,7 +124,7 @@ class Runs:
         Raises:
             StoreError: The store cannot take them; or its errors over Ray.
         """
-        batch = await self._to_send(run, captured, ())
+        batch = await self._to_send(run, captured)
         await self._store.append.remote(run.job.session, run.id, part, [batch], run.most)
 
     async def write(self, run: RunWriter, event: Finished, parts: int) -> RunLocation:
@@ -132,18 +134,18 @@ class Runs:
             StoreError: The store cannot take them; or its errors over Ray.
         """
         assert event.captured is not None
-        batches = [await self._to_send(run, event.captured, event.tokens)] if event.captured.positions else []
+        batches = [await self._to_send(run, event.captured)] if event.captured.positions else []
         return await self._calls.write(RunEnd(self._facts(run, event), batches, parts))
 
     def abandon(self, run: RunWriter) -> None:
         """Discard an unfinished run from the store."""
         self._store.abandon.remote(run.job.session, run.id)
 
-    async def _to_send(self, run: RunWriter, captured: Captured, generated: Sequence[int]) -> Any:
+    async def _to_send(self, run: RunWriter, captured: Captured) -> Any:
         """Call `_lay_out` outside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured, generated)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured)
 
-    def _lay_out(self, run: RunWriter, captured: Captured, generated: Sequence[int]) -> Any:
+    def _lay_out(self, run: RunWriter, captured: Captured) -> Any:
         """Rows as a record batch, or a reference to one in Ray's object store.
 
         Small batches go without a reference: an object costs the replica, Ray and the store 3 ms of processor time.
@@ -154,10 +156,14 @@ class Runs:
             session_id=job.session_id,
             model=self._options.served_name,
             revision=self._options.revision,
+            quantization=self._model.quantization,
+            dtype=dtype_name(self._model.dtype),
             architecture=type(self._model.hf).__name__,
             versions=self._versions,
             modules={point.name: point.module for point in request.points},
             layers=self._model.points.layer_count,
+            adapter=self._options.adapter,
+            adapter_revision=self._model.adapter_revision,
         )
         batch = to_batch(
             segment,
@@ -165,9 +171,9 @@ class Runs:
             sample_id=run.sample_id,
             positions=captured.positions,
             token_ids=captured.token_ids,
-            text_offsets=run.text_offsets(captured, generated),
             prompt_tokens=len(request.prompt),
             points=captured.values,
+            **run.columns(captured),
         )
         if batch.nbytes > PACKED_BYTES:
             return ray.put(batch)
@@ -187,12 +193,15 @@ class Runs:
             tokens=len(event.prompt) + len(event.tokens),
             owner=job.account.owner,
             sample_id=run.sample_id,
-            tags=run.tags,
+            tags=run.tags | {f"monitor.{one.name}": "fired" for one in event.monitored if one.fired is not None},
             sampling={**asdict(request.sampling), "max_tokens": request.max_tokens},
             finish_reason=event.reason,
             request_id=job.request_id or job.id,
             messages_hash=hashlib.sha256(spoken.encode()).hexdigest(),
             interventions=as_sent(job.changes(run.number).values()),
+            logit_lens=job.logit_lens.model_dump(mode="json", by_alias=True, exclude_unset=True)
+            if job.logit_lens
+            else None,
             text=run.text(event) if job.capture.store_text else None,
             batch_invariant=self._model.batch_invariant,
         )

@@ -36,12 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(render(result.document))
     print(options.out / "report.html")
     if options.install is not None:
-        from deployments.readouts.sending import InstallError, install
+        from deployments.errors import RequestError
+        from deployments.readouts.sending import install
 
         file = options.out / f"{options.probe_name}.safetensors"
         try:
             kept = install(options.install, file.read_bytes())
-        except InstallError as error:
+        except RequestError as error:
             print(f"evals.probes: {file} was not installed: {error}", file=sys.stderr)
             return 2
         print(f'installed as {kept["name"]}: send "readouts": ["{kept["name"]}"]')

@@ -16,6 +16,7 @@ import numpy as np
 from deployments.activations.facts import PointType, RunInfo
 from deployments.activations.reader.row_index import RowIndex, index_rows
 from deployments.activations.reader.sources import Wanted, by_schema, segments, select
+from deployments.activations.reader.stored_rows import positions_of
 from deployments.activations.segments.schema import file_info, point_types
 from deployments.activations.segments.segments import RunBatches
 from deployments.options import home
@@ -282,7 +283,7 @@ def _example(
     positions, ids = (_column(chosen, name) for name in ("position", "token_id"))
     offsets = _column(chosen, "text_offset") if "text_offset" in chosen.batches[0].schema.names else None
     for choice in tokens:
-        rows = _rows(choice, facts, row, positions)
+        rows = _rows(choice, chosen, row, positions)
         if rows is None:
             return f"have no stored rows for --tokens {choice.name}"
         last = rows[1] - 1
@@ -299,11 +300,21 @@ def _example(
     )
 
 
-def _rows(choice: TokenColumn, facts: RunInfo, row: RunLabels, positions: np.ndarray) -> tuple[int, int] | None:
+def _rows(choice: TokenColumn, run: RunBatches, row: RunLabels, positions: np.ndarray) -> tuple[int, int] | None:
     """The stored rows of a choice of tokens, `[first, end)`; None unless all of them are there."""
     if choice.kind == "mean":
         return 0, len(positions)
-    wanted = choice.positions(facts, row.spans)
+    if choice.role is not None:
+        try:
+            at = np.searchsorted(positions, positions_of(run, choice.role, "tokens"))
+        except ValueError as error:
+            raise EvalError(f"--tokens {choice.name}: {error}") from error
+        if len(at) and at[-1] + 1 - at[0] != len(at):
+            raise EvalError(
+                f"--tokens {choice.name}: run {run.facts.run_id} has such tokens in several places: choose a turn"
+            )
+        return (int(at[0]), int(at[-1]) + 1) if len(at) else None
+    wanted = choice.positions(run.facts, row.spans)
     if wanted is None:
         return None
     first, end = np.searchsorted(positions, wanted).tolist()

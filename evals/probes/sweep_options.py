@@ -37,7 +37,9 @@ class Options:
     positive: str | None = _option(None, "the label of the positive class, against all others")
     points: Sequence[str] = _option(("layers.*.output",), "points; * stands for one part of a name")
     tokens: Sequence[str] = _option(
-        ("prompt_last",), "any of prompt_last, generated_last, last, mean, span:NAME, span:FIRST:END"
+        ("prompt_last",),
+        "any of prompt_last, generated_last, last, mean, reasoning, answer, role:ROLE, turn:TURN, span:NAME, "
+        "span:FIRST:END",
     )
     methods: Sequence[Method] = _option(METHODS, f"any of {', '.join(METHODS)}")
     c: Sequence[float] = _option((1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0), "values of C to choose from", float)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from deployments.activations.facts import RunInfo
+from deployments.points.placement import Role, is_role
+from deployments.points.token_choices import TokensError, parse
 from evals.config import EvalError
 
 _SPAN = re.compile(r"span:(-?\d*):(-?\d*)")
 
 
 class TokenColumn(NamedTuple):
-    """A choice of tokens: the last of some, `mean` of all, or the mean of a span."""
+    """A choice of tokens: the last of some, `mean` of all, or the mean of a span or of what has a role."""
 
     name: str  # as it was written
-    kind: str  # `prompt_last`, `generated_last`, `last`, `mean`, `span` (of a labels table) or `positions`
+    kind: str  # `prompt_last`, `generated_last`, `last`, `mean`, `span` (of a labels table), `positions` or `role`
     label: str = ""
     first: int | None = None
     end: int | None = None
+    role: Role | None = None
 
     @classmethod
     def parse(cls, name: str) -> TokenColumn:
@@ -35,8 +39,12 @@ class TokenColumn(NamedTuple):
             return cls(name, "positions", first=first, end=end)
         if name.startswith("span:") and name != "span:":
             return cls(name, "span", name.removeprefix("span:"))
+        with suppress(TokensError):
+            if is_role(choice := parse(name)):
+                return cls(name, "role", role=choice)
         raise EvalError(
-            f"--tokens {name!r}: none of prompt_last, generated_last, last, mean, span:NAME, span:FIRST:END"
+            f"--tokens {name!r}: none of prompt_last, generated_last, last, mean, reasoning, answer, role:ROLE, "
+            "role:ROLE:TURN, turn:TURN, span:NAME, span:FIRST:END"
         )
 
     def positions(self, run: RunInfo, spans: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:

@@ -18,7 +18,9 @@ PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nns
 # Options on which no answer depends; what files hold is compared for itself, and answers are scored and rewarded anew.
 MAY_DIFFER = {"base_url", "parallel", "max_outage", "results_dir", "dataset", "few_shot", "resume"}
 MAY_DIFFER |= {"transfer_activations", "rule", "rewards", "serve", "keep_running", "stages"}
-FACTS = (("prompts",), ("dataset", "sha256"), ("model", "revision"), ("versions", "vitrine"))  # as MAY_DIFFER does not
+# What must be the same besides the options.
+FACTS: tuple[tuple[str, ...], ...] = (("prompts",), ("dataset", "sha256"), ("versions", "vitrine"))
+FACTS += (("model", "revision"), ("model", "adapter_revision"))
 ROOT = Path(__file__).parents[2]
 GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]

@@ -17,7 +17,7 @@ from deployments.activations.filters import FilePart, Filter
 from deployments.client_code.board import connect as board
 from deployments.job import Job
 from deployments.options import Options
-from serve_app.backend.client_data import Readouts, Tensors, stored
+from serve_app.backend.client_data import Lenses, Readouts, Tensors, stored
 from serve_app.backend.code_jobs import CodeJobs
 from serve_app.backend.model_loader import Loader
 from serve_app.backend.model_registry import Models
@@ -40,6 +40,7 @@ class Backend:
         presets: Fields of requests under names.
         tensors: Clients' safetensors files.
         readouts: Clients' readouts.
+        lenses: Clients' fitted lenses.
         metrics: Prometheus text of all nodes.
     """
 
@@ -58,6 +59,7 @@ class Backend:
         self.presets = Presets(store)
         self.tensors = Tensors(store, options.max_client_store_bytes)
         self.readouts = Readouts(store, self.models, options.max_client_store_bytes)
+        self.lenses = Lenses(store, self.models, options.max_client_store_bytes)
         self.metrics = NodeMetrics(_exporters)
         self._store = store
         self._reader = reader

@@ -7,6 +7,7 @@ from typing import Any
 
 from deployments.accounts import Account
 from deployments.activations.filters import FilePart
+from deployments.readouts.spec import needed_point
 from serve_app.backend.model_registry import Models
 from serve_app.http.errors import ApiError, within
 from serve_app.http.paging import Read
@@ -102,19 +103,32 @@ class Readouts(ClientData):
         self._models, self._most = models, most
 
     async def install(self, account: Account, data: bytes, spec: dict[str, Any] | None) -> dict[str, Any]:
-        """Store a readout; it is on disk when this returns.
+        """Store one; it is on disk when this returns.
 
         Raises:
-            RequestError: It is not a readout, its name is taken, or there is no room for it.
+            RequestError: It is not one, its name is taken, or there is no room for it.
             ApiError: Its model has no such point, or the point's rows have another length; 503.
         """
         kept: dict[str, Any] = await self.ask("put", data, spec, self._most, account)
         model = self._models.get(kept["model"])
         if model and model.up:
             try:
-                await model.check_readout(kept["point"], kept["hidden"])
+                await model.check_readout(*self._needs(kept), kept["hidden"])
             except ApiError as refused:
-                if refused.status == 400:  # at worst this deletes the same readout, stored before the model was loaded
+                if refused.status == 400:  # at worst this deletes the same one, stored before the model was loaded
                     await self.ask("delete", kept["name"], account)
                 raise
         return kept
+
+    def _needs(self, kept: dict[str, Any]) -> tuple[str, str]:
+        """The field of a request that determines the point, and the point."""
+        return "spec.point", kept["point"]
+
+
+class Lenses(Readouts):
+    """All fitted lenses."""
+
+    kind, missing = "lenses", ("name", "lens", "lens")
+
+    def _needs(self, kept: dict[str, Any]) -> tuple[str, str]:
+        return "file", needed_point(kept["layers"])

@@ -46,7 +46,7 @@ class CodeJobs:
             RequestError: There is no such listener, or there are too many jobs.
             ApiError: 404, 503.
         """
-        model = await self._models.of_repository(key.repo_id)
+        model = await self._models.of_repository(key.repo_id, str(env.get("peft") or ""))
         job_id: str = await _from_board(self._board.open.remote(listener or None, owner))
         job = CodeJob(job_id, block, compress, env, key, bool(listener))
         task = asyncio.ensure_future(self._run(model, job))
@@ -60,6 +60,11 @@ class CodeJobs:
         except Exception as error:  # noqa: BLE001 - this task has no caller: the client gets the error from the board
             message = render(error, job.id).message
             await _from_board(self._board.post.remote([Update(job.id, "ERROR", message)], []))
+
+    async def finish(self) -> None:
+        """Wait for the jobs that this process sent, which would end with it."""
+        while self._sent:
+            await asyncio.wait(self._sent)
 
     async def listen(self, owner: str | None) -> str:
         """Open a listener and return its name.

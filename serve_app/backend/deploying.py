@@ -17,31 +17,18 @@ from ray.serve import Application
 from deployments.errors import LoadError
 from deployments.options import Options
 from deployments.replica.replica import ModelReplica
+from deployments.scaling import complete
+from deployments.serve_actors import environment
 
-_MESSAGE_LENGTH = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
-_MESSAGE_BYTES = 256 << 20
-GRPC = {_MESSAGE_LENGTH: str(_MESSAGE_BYTES)}
-
-# Ray Serve's switches, for this project's actors only: each uses one event loop instead of three.
-FAST_PATH = {
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-}
 RELEASE_S = 3.0  # until Ray counts the GPU of a replica that has just ended as free
 
 
-def environment(options: Options) -> dict[str, Any]:
-    """Ray options of an actor that serves: its environment, which allows messages as large as bodies."""
-    length = max(_MESSAGE_BYTES, 2 * options.max_readout_file_bytes)
-    length = min(length, (1 << 31) - 1)  # gRPC's own limit
-    return {"runtime_env": {"env_vars": FAST_PATH | {_MESSAGE_LENGTH: str(length)}}}
-
-
-def replicas(options: Options, **deployment: Any) -> Application:
+def replicas(options: Options, named: bool = False, **deployment: Any) -> Application:
     """One model's replicas, which stop after their last request has ended.
 
     Args:
         options: The model's options.
+        named: Whether they are an application of their own, which must be named after the model.
         deployment: Further options of the Serve deployment.
 
     Raises:
@@ -49,13 +36,17 @@ def replicas(options: Options, **deployment: Any) -> Application:
     """
     options = with_gpus(options)
     actor = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus, **environment(options)}
+    if options.autoscaling is None:
+        deployment["num_replicas"] = options.num_replicas
+    else:
+        deployment["autoscaling_config"] = complete(options.autoscaling, options.max_running)
     replica = ModelReplica.options(  # type: ignore[attr-defined]
-        num_replicas=options.num_replicas,
         ray_actor_options=actor,
         graceful_shutdown_timeout_s=options.request_timeout_s,
+        max_surge_percent=options.max_surge_percent,
         **deployment,
     )
-    return replica.bind(options)  # type: ignore[no-any-return]
+    return replica.bind(options, named=named)  # type: ignore[no-any-return]
 
 
 def loaded(options: Options) -> Application:
@@ -68,12 +59,12 @@ def loaded(options: Options) -> Application:
             Ray's autoscaler may add a node.
     """
     resolved, end = with_gpus(options), time.monotonic() + RELEASE_S
-    needed = resolved.num_replicas * (resolved.num_gpus or 0)
+    needed = _first(resolved) * (resolved.num_gpus or 0)
     while options.num_gpus is None and (free := _gpus(ray.available_resources)) < needed:
         if time.monotonic() > end:
             raise _too_few_gpus(needed, _cluster_gpus(), free)
         time.sleep(RELEASE_S / 10)
-    return replicas(resolved, max_constructor_retry_count=1)
+    return replicas(resolved, named=True, max_constructor_retry_count=1)
 
 
 def with_gpus(options: Options) -> Options:
@@ -85,9 +76,16 @@ def with_gpus(options: Options) -> Options:
     if options.num_gpus is not None:
         return options
     gpus = 0 if options.on_cpu else _cluster_gpus()
-    if 0 < gpus < options.num_replicas:
-        raise _too_few_gpus(options.num_replicas, gpus, gpus)
+    if 0 < gpus < _first(options):
+        raise _too_few_gpus(_first(options), gpus, gpus)
     return options.model_copy(update={"num_gpus": min(1, gpus)})
+
+
+def _first(options: Options) -> int:
+    """The replicas that start at once."""
+    if options.autoscaling is None:
+        return options.num_replicas
+    return int(complete(options.autoscaling, options.max_running)["initial_replicas"])
 
 
 def _too_few_gpus(needed: float, gpus: float, free: float) -> LoadError:

@@ -10,11 +10,10 @@ from typing import Any
 
 from ray import serve
 
-from deployments.errors import LoadError
 from deployments.options import Options
 from serve_app.backend.deploying import loaded
 from serve_app.backend.model_registry import Models
-from serve_app.backend.served_model import Phase
+from serve_app.backend.served_model import Phase, reason
 from serve_app.http.errors import ApiError
 from serve_app.schemas.models import LoadRequest
 
@@ -50,7 +49,7 @@ class Loader:
             message = "this server does not run a repository's own code: its operator can set allow_remote_code"
             raise ApiError(403, message, "trust_remote_code", "remote_code_not_allowed")
         await self._models.refresh()
-        model = self._models.get(asked.model_id)
+        model = self._models.get(asked.served_name)
         if model is None or model.phase is not Phase.LOADED:
             await asyncio.shield(self._joined(asked))
         return await self._loaded(asked)
@@ -85,16 +84,16 @@ class Loader:
         Raises:
             ApiError: 409 if the load in progress has other settings.
         """
-        if asked.model_id in self._loads:
-            other, task = self._loads[asked.model_id]
+        if asked.served_name in self._loads:
+            other, task = self._loads[asked.served_name]
             under_way = other.model_dump(mode="json")
             if any(under_way[name] != value for name, value in asked.settings.items()):
-                message = f"{asked.model_id!r} is being loaded with other settings; try again when it is loaded"
+                message = f"{asked.served_name!r} is being loaded with other settings; try again when it is loaded"
                 raise ApiError(409, message, "model_id", "model_loading")
             return task
         task = asyncio.create_task(self._deploy(asked))
-        self._loads[asked.model_id] = asked, task
-        task.add_done_callback(lambda _: self._loads.pop(asked.model_id))
+        self._loads[asked.served_name] = asked, task
+        task.add_done_callback(lambda _: self._loads.pop(asked.served_name))
         task.add_done_callback(_retrieve)
         return task
 
@@ -107,29 +106,29 @@ class Loader:
         running: asyncio.Future[Any] | None = None
         try:
             async with asyncio.timeout_at(deadline):
-                model = self._models.get(asked.model_id)
+                model = self._models.get(asked.served_name)
                 over = model is not None and model.phase in (Phase.FAILED, Phase.UNLOADING)
-                if over or asked.model_id in self._deletions:
-                    await asyncio.shield(self._deletion(asked.model_id))
-                    model = self._models.get(asked.model_id)
+                if over or asked.served_name in self._deletions:
+                    await asyncio.shield(self._deletion(asked.served_name))
+                    model = self._models.get(asked.served_name)
                 if model is None:  # otherwise another ingress loads it, or one that no longer exists did
                     running = asyncio.ensure_future(asyncio.to_thread(self._run, asked))
                     await asyncio.shield(running)
-                await self._until_loaded(asked.model_id)
+                await self._until_loaded(asked.served_name)
         except TimeoutError as error:
-            model = self._models.get(asked.model_id)
+            model = self._models.get(asked.served_name)
             last = reason(model.message).message if model and model.phase is Phase.LOADING and model.message else ""
             message = f"it was not loaded within this server's limit of {self._options.load_timeout_s:g} s. {last}"
-            await self._give_up(asked.model_id, deadline, running)
+            await self._give_up(asked.served_name, deadline, running)
             raise ApiError(504, message.strip(), "model_id", "load_timeout") from error
         except Exception:  # after any failure, remove what was deployed, then re-raise
-            await self._give_up(asked.model_id, deadline, running)
+            await self._give_up(asked.served_name, deadline, running)
             raise
 
     def _run(self, asked: LoadRequest) -> None:
         """In a thread, since Serve blocks on its controller."""
         options = self._options.of_another(asked.model_id, asked.settings)
-        target = serve.RunTarget(loaded(options), name=self._models.name_of(asked.model_id), route_prefix=None)
+        target = serve.RunTarget(loaded(options), name=self._models.name_of(asked.served_name), route_prefix=None)
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     async def _until_loaded(self, model_id: str) -> None:
@@ -145,11 +144,12 @@ class Loader:
             if model is None or model.phase is Phase.UNLOADING:
                 raise ApiError(409, f"{model_id!r} was unloaded while it was loaded", "model_id", "model_unloaded")
             # Serve counts failures until one replica has started; it retries the others without limit.
-            repeated = model.phase is Phase.LOADING and LoadError.quoted(model.message) is not None
-            if model.phase is Phase.FAILED or repeated:
-                raise reason(model.message)
+            if model.failure:
+                raise model.failure
+            if model.at_zero:  # to know that it can be loaded
+                return await self._models.awake(model, self._options.load_timeout_s)
             if model.phase is Phase.LOADED:
-                return
+                return None
             await asyncio.sleep(POLL_S)
 
     async def _give_up(self, model_id: str, deadline: float, running: asyncio.Future[Any] | None) -> None:
@@ -192,22 +192,13 @@ class Loader:
         Raises:
             ApiError: 409, with the first setting that differs.
         """
-        model = await self._models.find(asked.model_id)
+        model = await self._models.find(asked.served_name)
         settings = await model.settings()
         for name, value in asked.settings.items():
             if settings[name] != value:
-                message = f"{asked.model_id!r} is loaded with {name} {settings[name]!r}: unload it first"
+                message = f"{asked.served_name!r} is loaded with {name} {settings[name]!r}: unload it first"
                 raise ApiError(409, message, name, "model_loaded_otherwise")
         return {"ok": True, "model": model.id, "savepoints": settings["savepoints"]}
-
-
-def reason(message: str) -> LoadError:
-    """The reason why a model is not loaded: the replica's message, or else the last line of Serve's message."""
-    quoted = LoadError.quoted(message)
-    if quoted is not None:
-        return quoted
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return LoadError(lines[-1] if lines else "its replica did not start", None, "load_failed", 500)
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

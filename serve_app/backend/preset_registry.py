@@ -57,6 +57,11 @@ class Presets(ClientData):
         self._asked = float("-inf")
         self._asking: asyncio.Future[None] | None = None
 
+    async def prepare(self) -> None:
+        """Fetch the default presets, so that the first requests need not wait for the store."""
+        self._asking = asyncio.ensure_future(self._ask())
+        await self._asking
+
     async def put(self, account: Account, preset: PresetBody) -> dict[str, Any]:
         """Store a preset, replacing one of the same name; it is on disk when this returns.
 

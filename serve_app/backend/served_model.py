@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from enum import Enum
@@ -14,9 +15,10 @@ import grpc
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentResponseGenerator
-from ray.serve.schema import ApplicationStatusOverview
+from ray.serve.schema import ApplicationDetails
 
 from deployments.client_code.job import CodeJob, ModelKey
+from deployments.errors import LoadError
 from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, Message, Refusal
 from serve_app.http.errors import ApiError, within
@@ -66,6 +68,8 @@ class ServedModel:
         phase: Its phase.
         replicas: The number of replicas in each of Serve's states.
         message: Serve's status message.
+        scales_to_zero: Whether it may have no replica; a request then starts one.
+        described: What a replica last said of the model; None before the first answer since it was deployed.
     """
 
     def __init__(self, id: str, app: str, limit_s: float) -> None:
@@ -81,6 +85,10 @@ class ServedModel:
         self.phase = Phase.LOADING
         self.replicas: dict[str, int] = {}
         self.message = ""
+        self.scales_to_zero = False
+        self.described: dict[str, Any] | None = None
+        self._trigger = ""
+        self._deployed = 0.0  # when Serve deployed it
         # By value over gRPC: as Ray objects, each item of a stream takes twice the processor time.
         self._handle = serve.get_deployment_handle(DEPLOYMENT, app, _check_exists=False).options(
             _by_reference=False, request_serialization="pickle", response_serialization="pickle"
@@ -94,22 +102,40 @@ class ServedModel:
         return self.phase is Phase.LOADED and "RUNNING" in self.replicas
 
     @property
+    def failure(self) -> LoadError | None:
+        """Why none of its replicas starts, if Serve has tried."""
+        failed = self.phase is Phase.FAILED or self._trigger == "REPLICA_STARTUP_FAILED"
+        if self.up or not (failed or LoadError.quoted(self.message)):
+            return None
+        return reason(self.message)
+
+    @property
+    def at_zero(self) -> bool:
+        """Whether it has no replica because it needs none, or the one that a request needs is starting."""
+        return self.phase is Phase.LOADED and self.scales_to_zero and not self.up and self.failure is None
+
+    @property
     def stale(self) -> bool:
         """Whether `up` is too old to rely on."""
         return time.monotonic() - self._seen > FRESH_S
 
-    def update(self, phase: Phase, app: ApplicationStatusOverview | None, asked: float) -> None:
+    def update(self, phase: Phase, app: ApplicationDetails | None, asked: float) -> None:
         """Update from Serve's status.
 
         Args:
             phase: The model's phase.
-            app: The status of its application in Serve, if there is one.
+            app: Its application in Serve, if there is one.
             asked: The time of asking for the status.
         """
         deployment = app.deployments.get(DEPLOYMENT) if app else None  # missing while it is deleted
         self.phase = phase
-        self.replicas = {str(state): count for state, count in deployment.replica_states.items()} if deployment else {}
+        self.replicas = dict(Counter(replica.state.value for replica in deployment.replicas)) if deployment else {}
         self.message = deployment.message if deployment else app.message if app else ""
+        self._trigger = deployment.status_trigger.value if deployment else ""
+        scaling = deployment.deployment_config.autoscaling_config if deployment else None
+        self.scales_to_zero = isinstance(scaling, dict) and scaling["min_replicas"] == 0
+        if app and app.last_deployed_time_s != self._deployed:
+            self._deployed, self.described = app.last_deployed_time_s, None
         self._seen = max(self._seen, asked)
 
     async def complete(self, job: Job, restarted: Restart) -> list[Message]:
@@ -161,6 +187,16 @@ class ServedModel:
         async with self._patience():
             return _answered(await self._handle.detokenize.remote(tokens, strings))
 
+    async def attribute(self, text: Text, targets: Sequence[str | int], by: str) -> dict[str, Any]:
+        """The parts of a logit after a text, or of the difference of two.
+
+        Raises:
+            ApiError: The model has no such parts or tokens.
+        """
+        async with self._patience():
+            parts = _answered(await self._handle.attribute.remote(text, targets, by))
+        return {"object": "model.attribution", "model": self.id} | parts
+
     async def run_code(self, job: CodeJob) -> None:
         """Run a client's code; its updates go to the job board.
 
@@ -177,7 +213,7 @@ class ServedModel:
             revision=loaded.get("revision"),
             trust_remote_code=loaded.get("trust_remote_code", False),
         )
-        state = "RUNNING" if self.up else "UNHEALTHY"
+        state = "RUNNING" if self.up or self.at_zero else "UNHEALTHY"
         where = {"deployment_level": "HOT", "application_state": state, "model_key": key.written()}
         return where | key.model_dump()
 
@@ -190,20 +226,32 @@ class ServedModel:
         async with self._patience():
             _answered(await self._handle.check.remote(job))
 
-    async def check_readout(self, point: str, hidden: int) -> None:
-        """Check a readout's point on a replica.
+    async def check_readout(self, field: str, point: str, hidden: int) -> None:
+        """Check a readout's point on a replica; an error names the field.
 
         Raises:
             ApiError: The model has no such point, or the point's rows have another length.
         """
         async with self._patience():
-            _answered(await self._handle.check_readout.remote(point, hidden))
+            _answered(await self._handle.check_readout.remote(field, point, hidden))
 
     async def describe(self) -> dict[str, Any]:
-        """The model in OpenAI's format, with `max_model_len` and `savepoints`."""
-        async with self._patience(DESCRIBE_S):
-            described: dict[str, Any] = await self._handle.describe.remote()
+        """The model in OpenAI's format, with `max_model_len` and `savepoints`.
+
+        Without a replica, of one that may scale to zero, what a replica last said; at least when it was deployed.
+        """
+        if self.at_zero:
+            described = (self.described or {"created": int(self._deployed)}) | {"asleep": True}
+        else:
+            async with self._patience(DESCRIBE_S):
+                described = await self.remember()
         return {"id": self.id, "object": "model", "owned_by": "vitrine"} | described
+
+    async def remember(self) -> dict[str, Any]:
+        """What a replica says of the model; without a replica, Serve starts one for this call."""
+        described: dict[str, Any] = await self._handle.describe.remote()
+        self.described = described
+        return described
 
     async def structure(self) -> dict[str, Any]:
         """Its architecture, sizes, capture points and modules."""
@@ -224,6 +272,15 @@ class ServedModel:
         """
         limit_s = limit_s or self._limit_s + GRACE_S
         return within(limit_s, 504, f"no replica of {self.id!r} answered within {limit_s:g} s")
+
+
+def reason(message: str) -> LoadError:
+    """The reason why a model is not loaded: the replica's message, or else the last line of Serve's message."""
+    quoted = LoadError.quoted(message)
+    if quoted is not None:
+        return quoted
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return LoadError(lines[-1] if lines else "its replica did not start", None, "load_failed", 500)
 
 
 def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +19,9 @@ VARIABLE = "VITRINE_API_KEYS"
 SHORTEST = 16  # minimum length of a key in characters
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # the name of an owner
 UNNAMED_OWNER_PREFIX = "key-"  # prefix of the owner of a key without a name; no name may start with it
+LOOK_S = 1.0  # between two looks whether the file has changed
+
+logger = logging.getLogger("ray.serve")
 
 
 class Role(StrEnum):
@@ -50,14 +55,20 @@ class Caller:
         return self.role in (Role.CODE, Role.ADMIN)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keys:
     """The operator's keys; without any, the server is open.
 
+    A file of keys is read again when it has changed; a mistake in it, or its removal, leaves the last keys in use.
     Only SHA-256 digests are kept, so that no log, pickle or status of Serve can reveal a key.
     """
 
-    _callers: dict[bytes, Caller] = field(default_factory=dict, repr=False)  # by the digest of a key
+    _callers: Mapping[bytes, Caller] = field(default_factory=dict, repr=False)  # by the digest of a key
+    _of_variable: Mapping[bytes, Caller] = field(default_factory=dict, repr=False)  # those that no file changes
+    _path: str | None = None
+    _state: tuple[int, ...] = ()  # the file's when it was read last in this process
+    _error: str = ""  # why it could not be read
+    _next_look: float = 0.0  # monotonic seconds
 
     @classmethod
     def read(cls, path: str | None) -> Keys:
@@ -73,32 +84,51 @@ class Keys:
             ValueError: An entry is malformed, or a source of keys is empty, which would leave the server open.
             OSError: The file cannot be read.
         """
-        sources = {}
-        if path is not None:
-            sources[path] = Path(path).read_text()
-        if VARIABLE in os.environ:
-            sources[VARIABLE] = os.environ[VARIABLE]
-        callers: dict[bytes, Caller] = {}
-        for source, text in sources.items():
-            entries = list(_entries(source, text))
-            if not entries:
-                raise ValueError(f"{source} holds no API key; an entry is role:key or role@name:key")
-            for digest, caller in entries:
-                if callers.setdefault(digest, caller) != caller:
-                    raise ValueError(f"{source}: a key appears twice, with different roles or names")
-        return cls(callers)
+        of_variable = _added({}, VARIABLE, os.environ[VARIABLE]) if VARIABLE in os.environ else {}
+        if path is None:
+            return cls(of_variable)
+        return cls(_added(of_variable, path, Path(path).read_text()), of_variable, str(Path(path).absolute()))
 
     def __bool__(self) -> bool:
         return bool(self._callers)
 
     def caller(self, key: bytes) -> Caller | None:
         """The caller with this key; None for an unknown key. Takes the same time for any key."""
+        if self._path is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            self._look(self._path)
         digest = _digest(key)
         match = None
         for known, caller in self._callers.items():
             if hmac.compare_digest(known, digest):
                 match = caller
         return match
+
+    def _look(self, path: str) -> None:
+        """Read the file if it has changed."""
+        try:
+            file = os.stat(path)
+            # The time of the inode's change as well: permissions may be given back, and editors set the other.
+            state = (file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns)
+            if state != self._state:
+                self._callers = _added(self._of_variable, path, Path(path).read_text())
+                self._state, self._error = state, ""
+        except (OSError, ValueError) as error:
+            if str(error) != self._error:
+                self._error = str(error)
+                logger.warning("the API keys that were read last stay in use: %s", error)
+
+
+def _added(callers: Mapping[bytes, Caller], source: str, text: str) -> dict[bytes, Caller]:
+    """Callers, and those of a text. ValueError if it has none, or a key of another caller."""
+    both = dict(callers)
+    entries = list(_entries(source, text))
+    if not entries:
+        raise ValueError(f"{source} holds no API key; an entry is role:key or role@name:key")
+    for digest, caller in entries:
+        if both.setdefault(digest, caller) != caller:
+            raise ValueError(f"{source}: a key appears twice, with different roles or names")
+    return both
 
 
 def _entries(source: str, text: str) -> Iterator[tuple[bytes, Caller]]:

@@ -11,7 +11,8 @@ import serve_app.http.bodies as bodies
 from deployments.options import Options
 from serve_app.http.errors import ApiError
 
-TENSORS, READOUTS, JOBS = "/v1/tensors", "/v1/readouts", "/request"  # routes whose bodies are files or forms
+# Routes whose bodies are files or forms.
+TENSORS, READOUTS, LENSES, JOBS = "/v1/tensors", "/v1/readouts", "/v1/lenses", "/request"
 BYTES, FORM, JSON = "application/octet-stream", "multipart/form-data", "application/json"
 MOST_JOB = 16 << 20  # bytes of a block of clients' code with all that it refers to, compressed
 MOST_HEADERS = 64 << 10  # bytes of all headers of a request
@@ -32,6 +33,7 @@ class Limits:
         self._bodies = {  # by path: the content type, the most bytes, and what an error calls it
             TENSORS: (BYTES, options.max_tensor_file_bytes, "tensor"),
             READOUTS: (FORM, options.max_readout_file_bytes, "readout"),
+            LENSES: (FORM, options.max_readout_file_bytes, "lens"),
             JOBS: (FORM, MOST_JOB, "body"),
         }
 

@@ -1,9 +1,9 @@
 // Lens: what each layer would predict after each token, and the effect of patching one token into another.
 
 import { ApiError, post } from "./api.js";
-import { button, choose, detailPane, empty, field, h, named, percent, quoted } from "./dom.js";
+import { button, choose, detailPane, empty, errorNote, field, fill, h, named, percent, quoted } from "./dom.js";
 import { source } from "./forms.js";
-import { answered, complete, continuing, isTooLarge, lens, lensBody, span } from "./recompute.js";
+import { answered, complete, continuing, isTooLarge, lens, lensBody, readouts, span } from "./recompute.js";
 import { legend, PROBABILITY, rankScale, scale } from "./scales.js";
 import { asText } from "./state.js";
 import { answerPane, asPlain, details, onLook, parting, pinning, ranking } from "./tokens.js";
@@ -26,6 +26,7 @@ export function view(app) {
   const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: () => ((patched = chosen = null), pins.write(), app.changed()) });
   const run = h("button", { class: "main" }, "Read the layers");
   const by = choose(Object.entries(BY).map(([name, { scale: { title } }]) => [name, title]));
+  const through = choose([["", "plain"]]);
   const key = h("div");
   const grid = document.createElement("lens-grid");
   const held = h("div", {}, empty("Give a text, or open one from a chat’s answer. Each column shows, layer by layer, which token the model would put after that place."));
@@ -52,7 +53,7 @@ export function view(app) {
     "form",
     { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
     from.element,
-    h("div", { class: "row" }, run, reading.stop, columns.stop, field("Colour by", by), key),
+    h("div", { class: "row" }, run, reading.stop, columns.stop, field("Read through", through), field("Colour by", by), key),
   );
   const element = h("div", { class: "split" }, h("section", { "aria-label": "Lens" }, form, trouble, held, status, result, code), about.element);
 
@@ -69,6 +70,28 @@ export function view(app) {
   }
   by.addEventListener("change", () => (recolour(), app.changed()));
   recolour();
+
+  /** Offers the lenses of the model, and the chosen one, which a link may name. */
+  async function offer() {
+    const model = app.model();
+    try {
+      const installed = model ? await readouts(model, "lenses") : [];
+      if (model !== app.model()) return; // another one was chosen meanwhile
+      const names = new Set([...installed.map(({ name }) => name), through.value].filter(Boolean));
+      fill(through, [["", "plain"], ...[...names].map((name) => [name])]);
+    } catch (error) {
+      if (error.status !== 401) trouble.replaceChildren(errorNote(error, offer, () => through));
+    }
+  }
+  through.addEventListener("change", () => {
+    app.changed();
+    if (!text) return;
+    columns.end();
+    cells = [];
+    grid.refresh();
+    readNext();
+    if (chosen) look(chosen);
+  });
 
   async function begin() {
     columns.end();
@@ -111,7 +134,7 @@ export function view(app) {
       async (signal) => {
         for (let first; (first = missing()) !== undefined; ) {
           const end = Math.min(first + step, text.ids.length);
-          const body = lensBody(text.model, text.ids, first, end, TOP);
+          const body = lensBody(text.model, text.ids, first, end, TOP, through.value);
           status.textContent = `Reading tokens ${first} to ${end - 1}…`;
           try {
             for (const one of await lens(body, signal)) cells[one.position] = one;
@@ -152,7 +175,7 @@ export function view(app) {
       h("p", {}, "Put this layer’s output at this token in the place of another token’s:"),
       h("div", { class: "row" }, h("label", { for: target.id }, "Token"), target, apply),
     );
-    const body = lensBody(text.model, text.ids, position, position + 1, LONG, [layer]);
+    const body = lensBody(text.model, text.ids, position, position + 1, LONG, through.value, [layer]);
     peeking.run(async (signal) => {
       const [one] = await lens(body, signal);
       fillIn(one.layers[0]);
@@ -213,13 +236,15 @@ export function view(app) {
     read: () => {
       const { ids, count, ...rest } = from.read();
       const whole = text && !isStale() ? { ids: text.ids, count: text.count, model: text.model } : ids ? { ids, count } : {};
-      return { ...rest, ...whole, by: by.value, ...(chosen ? { cell: chosen } : {}), ...(patched ? { patch: patched } : {}), ...pins.read() };
+      return { ...rest, ...whole, by: by.value, ...(through.value ? { lens: through.value } : {}), ...(chosen ? { cell: chosen } : {}), ...(patched ? { patch: patched } : {}), ...pins.read() };
     },
     write: (state) => {
       reading.end();
       clear();
       from.write(state);
       if (Object.hasOwn(BY, asText(state.by))) by.value = state.by;
+      if (state.lens) fill(through, [["", "plain"], [asText(state.lens)]]);
+      through.value = asText(state.lens);
       text = null;
       recolour();
       chosen = isCell(state.cell) ? state.cell : null;
@@ -227,6 +252,7 @@ export function view(app) {
       patched = [state.patch?.from, state.patch?.to].every(isCell) ? state.patch : null;
       held.replaceChildren(empty("Press “Read the layers”."));
     },
+    ready: offer,
     begin: async (at = 0) => {
       if (await begin()) grid.scrollTo(at);
     },

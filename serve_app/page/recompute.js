@@ -70,13 +70,13 @@ function ofCompletion({ logprobs, token_ids: ids = [] }) {
 
 /**
  * The request for the lens at positions `from` to before `to` of these tokens, with the rank of the last layer's top
- * token. Later tokens are not run.
+ * token; `through` is a fitted lens's name, or empty. Later tokens are not run.
  */
-export const lensBody = (model, ids, from, to, top_k, layers = "all") => ({
+export const lensBody = (model, ids, from, to, top_k, through, layers = "all") => ({
   model,
   prompt: ids.slice(0, to),
   max_tokens: 0,
-  logit_lens: { layers, top_k, tokens: { from, to }, targets: "last_layer" },
+  logit_lens: { layers, top_k, tokens: { from, to }, targets: "last_layer", ...(through ? { lens: through } : {}) },
 });
 
 export const span = (from, to) => Array.from({ length: to - from }, (_, i) => from + i);
@@ -196,9 +196,9 @@ export async function storedRows(run, point, signal) {
   return { ids: [...found.token_id.values], positions: [...found.position.values], rows: rowsOf(found[point]) };
 }
 
-/** The installed readouts; of one model if it is named. */
-export async function readouts(model, signal) {
-  const { data } = await get("v1/readouts", { limit: 1000 }, signal);
+/** The installed readouts or lenses; of one model if it is named. */
+export async function readouts(model, kind = "readouts") {
+  const { data } = await get(`v1/${kind}`, { limit: 1000 });
   return model ? data.filter((one) => one.model === model) : data;
 }
 

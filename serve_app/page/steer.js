@@ -15,6 +15,7 @@ import "./code.js";
 const KINDS = [["prompts", "difference of two prompts"], ["probe", "a probe"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
 const NONE = [["", "none is installed"]];
 const HOW = "the view Readouts says how to install one";
+const CHANGES = [["add", "add it"], ["cap", "cap the length along it"], ["rotate", "rotate toward it"]];
 const TOKENS = [["all", "all tokens but the first"], ["generated", "the answer’s tokens"], ["prompt", "the prompt’s tokens but the first"], ["prompt_last", "the prompt’s last token"]];
 
 export function view(app) {
@@ -30,6 +31,9 @@ export function view(app) {
   const value = h("input", { type: "number", step: "any", value: 10 });
   const layer = layers(true);
   const tokens = choose(TOKENS);
+  const change = choose(CHANGES);
+  const most = h("input", { type: "number", step: "any", value: 0 });
+  const angle = h("input", { type: "number", step: "any", min: -180, max: 180, value: 20 });
   const strength = h("input", { type: "range", min: -2, max: 2, step: 0.05, value: 0.5 });
   const shown = h("output", {}, "0.50");
   const run = h("button", { class: "main" }, "Answer with and without");
@@ -53,12 +57,15 @@ export function view(app) {
   const byFeature = h("div", { class: "fields" }, field("Autoencoder", sae, "at its own point"), field("Feature", feature), field("Added to its value", value, "the view Readouts shows how large it gets"));
   const where = field("Where", layer.element);
   const howMuch = field("Strength", h("span", { class: "slider" }, strength, shown), "in lengths of the residual stream; below 0 away from it");
+  const operation = field("Change", change);
+  const limit = field("At most", most, "the length of a row along the direction");
+  const turn = field("Degrees", angle, "in the plane of both texts’ activations; the length of a row stays");
   const form = h(
     "form",
     { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
     from.element,
     h("fieldset", {}, h("legend", {}, "Direction"), field("From", kind), byPrompts, byProbe, byTensor, byFeature),
-    h("div", { class: "fields" }, where, field("Which tokens", tokens), howMuch),
+    h("div", { class: "fields" }, where, field("Which tokens", tokens), operation, howMuch, limit, turn),
     h("div", { class: "row" }, run, answering.stop),
   );
   const element = h("div", { class: "split" }, h("section", { "aria-label": "Steer" }, form, colours.element, trouble, result, code), about.element);
@@ -66,7 +73,7 @@ export function view(app) {
   strength.setAttribute("aria-label", "Strength");
   strength.addEventListener("input", () => (shown.textContent = strength.valueAsNumber.toFixed(2)));
   kind.addEventListener("change", arrange);
-  for (const one of [probe, sae]) one.addEventListener("change", arrange);
+  for (const one of [probe, sae, change]) one.addEventListener("change", arrange);
   upload.addEventListener("click", () => (upload.value = "")); // so that the same file can be chosen again
   upload.addEventListener("change", send);
   element.addEventListener("input", app.changed);
@@ -75,7 +82,12 @@ export function view(app) {
 
   function arrange() {
     for (const [name, fields] of [["prompts", byPrompts], ["probe", byProbe], ["tensor", byTensor], ["feature", byFeature]]) fields.hidden = kind.value !== name;
-    howMuch.hidden = kind.value === "feature";
+    const isFeature = kind.value === "feature";
+    const rotates = change.querySelector("[value=rotate]");
+    rotates.disabled = kind.value !== "prompts"; // which alone give two directions
+    if (rotates.disabled && rotates.selected) change.value = "add";
+    operation.hidden = isFeature;
+    for (const [name, fields] of [["add", howMuch], ["cap", limit], ["rotate", turn]]) fields.hidden = isFeature || change.value !== name;
     where.hidden = ["probe", "feature"].includes(kind.value);
     shown.textContent = strength.valueAsNumber.toFixed(2);
     if (kind.value !== "prompts") know().catch((error) => trouble.replaceChildren(errorNote(error)));
@@ -116,7 +128,11 @@ export function view(app) {
       if (!sae.value) throw new Error(`No autoencoder of this model is installed: ${HOW}.`);
       return [{ op: "add", sae: sae.value, feature: feature.valueAsNumber || 0, value: value.valueAsNumber || 0, tokens: which }];
     }
-    const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: which };
+    const how = {
+      add: { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: which },
+      cap: { op: "clamp_projection", max: most.valueAsNumber || 0, tokens: which },
+      rotate: { op: "rotate", angle: angle.valueAsNumber || 0, tokens: which },
+    }[change.value];
     if (kind.value === "probe") {
       const [name, column] = probe.value.split("/");
       if (!named(name)) await know(); // the list may be late
@@ -134,7 +150,7 @@ export function view(app) {
     return Object.entries(sides[0]).map(([point, [row]]) => {
       const difference = row.map((value, i) => value - sides[1][point][0][i]);
       if (norm(difference) === 0) throw new Error("Both texts give the same activations: let them differ.");
-      return { ...how, point, vector: difference };
+      return { ...how, point, ...(how.op === "rotate" ? { vector: sides[1][point][0], toward: row } : { vector: difference }) };
     });
   }
 
@@ -176,7 +192,7 @@ export function view(app) {
       const ends = await Promise.all(bodies.map((body, i) => complete(body, (some, choice) => take(mine[i], some, choice), signal)));
       tell(ends[1], interventions[0].scale);
       const said = parting(...mine.map(({ strip }) => strip));
-      report.append(" ", said === SAME ? `${SAME} Try a larger strength, all layers or all tokens${asked.chat ? "" : ", or tick “as a chat message”, which a chat model expects"}.` : said);
+      report.append(" ", said === SAME ? `${SAME} Try a larger change, all layers or all tokens${asked.chat ? "" : ", or tick “as a chat message”, which a chat model expects"}.` : said);
     }, begin);
     if (isWhole === null || !panes.length) return; // others have replaced them, or none were requested
     if (!isWhole) report.textContent = "";
@@ -235,7 +251,10 @@ export function view(app) {
       value: value.valueAsNumber || 0,
       layer: layer.element.value,
       tokens: tokens.value,
+      change: change.value,
       strength: strength.valueAsNumber,
+      most: most.valueAsNumber || 0,
+      angle: angle.valueAsNumber || 0,
     }),
     write: (state) => {
       // Another view sends only a feature: the typed text and its answers remain.
@@ -260,7 +279,10 @@ export function view(app) {
       value.value = asNumber(state.value, 10);
       if (/^(all|\d{1,4})$/.test(state.layer)) layer.element.replaceChildren(h("option", { value: state.layer }, state.layer));
       if (TOKENS.some(([value]) => value === state.tokens)) tokens.value = state.tokens;
+      if (CHANGES.some(([value]) => value === state.change)) change.value = state.change;
       strength.value = asNumber(state.strength, strength.valueAsNumber);
+      most.value = asNumber(state.most, 0);
+      angle.value = asNumber(state.angle, 20);
       arrange();
     },
   };

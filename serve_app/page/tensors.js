@@ -6,7 +6,7 @@ export const READS = {
   F64: (data) => Float32Array.from(new Float64Array(data)),
   F16: (data) => Float32Array.from(new Uint16Array(data), half),
   BF16: (data) => new Float32Array(Uint32Array.from(new Uint16Array(data), (bits) => bits << 16).buffer),
-  I64: (data) => Array.from(new BigInt64Array(data), Number),
+  I64: (data) => Float64Array.from(new BigInt64Array(data), Number),
   I32: (data) => new Int32Array(data),
 };
 

@@ -1,4 +1,4 @@
-"""Clients' tensor files, readouts and presets."""
+"""Clients' tensor files, readouts, fitted lenses and presets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from fastapi import APIRouter, Body, File, Form, Query, UploadFile
 from fastapi.responses import Response
 
 import serve_app.openapi_examples as examples
+from deployments.accounts import Account
+from serve_app.backend.client_data import Readouts
 from serve_app.http.bodies import JsonRoute, json_object
-from serve_app.http.middleware import BYTES, READOUTS, TENSORS
+from serve_app.http.middleware import BYTES, LENSES, READOUTS, TENSORS
 from serve_app.http.paging import Ranged, page
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount, Id, Limit, PathId, listed
@@ -17,7 +19,10 @@ from serve_app.schemas.presets import PresetBody
 
 tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
 readouts = APIRouter(prefix=READOUTS, tags=["Readouts"], responses=errors(503))
+lenses = APIRouter(prefix=LENSES, tags=["Lenses"], responses=errors(503))
 presets = APIRouter(prefix="/v1/interventions", tags=["Presets"], responses=errors(503), route_class=JsonRoute)
+Sent = Annotated[UploadFile, File(description="safetensors")]
+Spec = Annotated[str | None, Form(max_length=1 << 20, description="JSON; without it, the file's metadata")]
 Owner = Annotated[Id | None, Query(description="For admins: the preset's owner.")]
 
 
@@ -52,16 +57,9 @@ async def delete_tensors(tensor_id: PathId, backend: AppBackend, who: CallerAcco
 
 
 @readouts.post("", responses=examples.READOUT | errors(504))
-async def install_readout(
-    file: Annotated[UploadFile, File(description="safetensors")],
-    backend: AppBackend,
-    who: CallerAccount,
-    spec: Annotated[str | None, Form(max_length=1 << 20, description="JSON; without it, the file's metadata")] = None,
-) -> dict[str, Any]:
+async def install_readout(file: Sent, backend: AppBackend, who: CallerAccount, spec: Spec = None) -> dict[str, Any]:
     """Install a linear probe, a direction, or a sparse autoencoder; if its model is served, it must fit the model."""
-    return await backend.readouts.install(
-        who, await file.read(), None if spec is None else json_object(spec.encode(), "spec")
-    )
+    return await _install(backend.readouts, file, who, spec)
 
 
 @readouts.get("", responses=examples.READOUTS)
@@ -90,6 +88,37 @@ async def delete_readout(name: PathId, backend: AppBackend, who: CallerAccount) 
     """Delete a readout; requests that use it continue."""
     await backend.readouts.delete(who, name)
     return {"name": name, "object": "readout", "deleted": True}
+
+
+@lenses.post("", responses=examples.LENS | errors(504))
+async def install_lens(file: Sent, backend: AppBackend, who: CallerAccount, spec: Spec = None) -> dict[str, Any]:
+    """Install a fitted lens, as `evals.lenses` writes it; if its model is served, it must fit the model."""
+    return await _install(backend.lenses, file, who, spec)
+
+
+@lenses.get("", responses=examples.LENSES)
+async def list_lenses(
+    backend: AppBackend, who: CallerAccount, limit: Limit = 100, after: Id | None = None
+) -> dict[str, Any]:
+    """List fitted lenses in the order of their names: `limit` of them, after the name `after`."""
+    return listed(await backend.lenses.list(who, limit + 1, after), limit)
+
+
+@lenses.get("/{name}", responses=examples.LENS | errors(404))
+async def retrieve_lens(name: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+    """Show a fitted lens and its card, without its tensors."""
+    return await backend.lenses.get(who, name)
+
+
+@lenses.delete("/{name}", responses=examples.LENS_DELETED | errors(404))
+async def delete_lens(name: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+    """Delete a fitted lens; requests that use it continue."""
+    await backend.lenses.delete(who, name)
+    return {"name": name, "object": "lens", "deleted": True}
+
+
+async def _install(kind: Readouts, file: UploadFile, who: Account, spec: str | None) -> dict[str, Any]:
+    return await kind.install(who, await file.read(), None if spec is None else json_object(spec.encode(), "spec"))
 
 
 @presets.post("", responses=examples.PRESET | errors(403, 429, 504))

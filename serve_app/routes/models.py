@@ -1,10 +1,10 @@
-"""Models, their tokens, and the server's health and metrics."""
+"""Models, their tokens, and the server's health, metrics and usage."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 import serve_app.openapi_examples as examples
@@ -12,13 +12,13 @@ from serve_app.http.bodies import JsonRoute
 from serve_app.http.errors import HEADERS
 from serve_app.http.guard import AdminOnly
 from serve_app.openapi import errors
-from serve_app.routes.dependencies import AppBackend, Id, PathId
-from serve_app.schemas.models import DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from serve_app.routes.dependencies import AppBackend, CallerAccount, Id, PathId
+from serve_app.schemas.models import AttributionRequest, DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest
 
 open_to_all = APIRouter(tags=["Server"])
 served = APIRouter(tags=["OpenAI"], responses=errors(503))
 tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504), route_class=JsonRoute)
-explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 503, 504))
+explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 503, 504), route_class=JsonRoute)
 models = APIRouter(
     prefix="/models",
     tags=["Models"],
@@ -27,6 +27,7 @@ models = APIRouter(
     route_class=JsonRoute,
 )
 server = APIRouter(tags=["Server"], responses=errors(503))
+Period = Annotated[str, Query(pattern="^([0-9]{4}(-[0-9]{2}){0,2})?$", description="A year, month or day in UTC.")]
 
 
 @served.get("/v1/models", responses=examples.MODELS)
@@ -38,13 +39,19 @@ async def list_models(backend: AppBackend) -> dict[str, Any]:
 @served.get("/v1/models/{model_id:path}", responses=examples.MODEL | errors(404, 504))
 async def retrieve_model(model_id: PathId, backend: AppBackend) -> dict[str, Any]:
     """Show one model; its id may have slashes."""
-    return await (await backend.models.find(model_id)).describe()
+    return await (await backend.models.find(model_id, at_zero=True)).describe()
 
 
 @explored.get("/structure", responses=examples.STRUCTURE)
 async def model_structure(backend: AppBackend, model: Id | None = None) -> dict[str, Any]:
     """Show a model's sizes, its capture points and its modules."""
     return await (await backend.models.find(model)).structure()
+
+
+@explored.post("/attribution", responses=examples.ATTRIBUTION)
+async def attribution(body: AttributionRequest, backend: AppBackend) -> dict[str, Any]:
+    """Divide a token's logit after a prompt into the parts that layers, heads or neurons add to it directly."""
+    return await (await backend.models.find(body.model)).attribute(body.text, body.targets, body.by)
 
 
 @models.post("/load", responses=examples.LOADED | errors(409, 429))
@@ -84,3 +91,9 @@ async def health(backend: AppBackend) -> Response:
 async def metrics(backend: AppBackend) -> Response:
     """Return the metrics of Vitrine and of Serve, of all nodes, as Prometheus text, read at most once a second."""
     return PlainTextResponse(await backend.metrics.text())
+
+
+@server.get("/v1/usage", responses=examples.USAGE_BY_OWNER)
+async def usage(request: Request, who: CallerAccount, period: Period = "") -> dict[str, Any]:
+    """Count the requests and tokens of the key's owner; for an admin, those of each owner."""
+    return {"object": "list", "data": await request.app.state.usage.totals(who, period)}

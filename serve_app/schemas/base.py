@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, GetJsonSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -49,6 +49,18 @@ class free_json:
         if len(text) > self.most:
             raise ValueError(f"it may have {self.most} characters as JSON")
         return value
+
+
+def only(types: Sequence[str], what: str, default: str | None = None) -> BeforeValidator:
+    """Refuse objects of other types than these by the name of their type; `what` names these in the error."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type", default) if isinstance(value, dict) else default
+        if kind is not None and kind not in types:
+            raise ValueError(f"this server takes {what}: leave out the type {str(kind)[:64]!r}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def unread(_: Any) -> None:

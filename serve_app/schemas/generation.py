@@ -206,11 +206,6 @@ class CompletionRequest(Generation):
     best_of: int | None = Field(default=None, ge=1, le=128)
     suffix: None = None
 
-    @field_validator("max_tokens")
-    @classmethod
-    def _is_the_default_where_null(cls, value: int | None) -> int:
-        return DEFAULT_MAX_TOKENS if value is None else value
-
     @field_validator("best_of")
     @classmethod
     def _is_picked_from(cls, value: int | None, info: ValidationInfo) -> int | None:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_val
 
 from deployments.job import Ending
 from deployments.points.strict import Strict
-from serve_app.schemas.base import LongText, Name, Unread, UnreadObject, free_json, unread
+from serve_app.schemas.base import LongText, Name, Unread, UnreadObject, free_json, only, unread
 from serve_app.schemas.tools import TemplateKwargs, Tools
 
 MOST_MESSAGES = 4096  # of a chat
@@ -34,7 +34,8 @@ class RefusalPart(Strict):
     text: LongText = Field(alias="refusal")
 
 
-Parts = Annotated[list[TextPart | RefusalPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+Part = Annotated[TextPart | RefusalPart, only(("text", "refusal"), "text only")]
+Parts = Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]
 
 
 class FunctionCall(Strict):

@@ -1,4 +1,4 @@
-"""The bodies of `/models/load`, `/models/unload`, `/tokenize` and `/detokenize`; the last two are vLLM's."""
+"""The bodies of `/models/load`, `/models/unload`, `/v1/model/attribution`, and vLLM's `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.job import Text
-from deployments.options import Attention, Dtype
+from deployments.options import Attention, Dtype, adapted
 from deployments.points.strict import Strict
 from deployments.savepoint import Savepoint
+from deployments.scaling import checked
 from serve_app.schemas.base import MOST_TOKENS, LongText, TokenId, packed_ids
 from serve_app.schemas.messages import ChatPrompt
 from serve_app.schemas.tools import CallFormat
@@ -28,27 +29,47 @@ DeviceMap = (
 )
 
 
+MOST_REPLICAS = 128
+
+
+def _scales(fields: dict[str, float]) -> Any:
+    if fields.get("max_replicas", 1) > MOST_REPLICAS:
+        raise ValueError(f"max_replicas: must be at most {MOST_REPLICAS}")
+    return checked(fields)
+
+
+# Ray Serve's `AutoscalingConfig` without `policy`, which names code: only numbers are taken.
+Autoscaling = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[float, Field(ge=0, le=1e6)]],
+    Field(max_length=32, fail_fast=True),
+    AfterValidator(_scales),
+]
+
+
 class LoadRequest(Strict):
     """`POST /models/load`.
 
-    `model_id` names a repository or a model of the operator, never a path.
+    `model_id` and `adapter` name a repository or a directory of the operator, never a path.
     """
 
     model_id: str = Field(min_length=1, max_length=128)
     revision: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
+    adapter: str | None = Field(default=None, min_length=1, max_length=128)
     dtype: Dtype = "auto"
     attention: Attention = "auto"
     device_map: DeviceMap | None = None
     trust_remote_code: bool = False
     max_seq_len: int | None = Field(default=None, ge=2, le=2**31 - 1)
-    num_replicas: int = Field(default=1, ge=1, le=128)
+    num_replicas: int = Field(default=1, ge=1, le=MOST_REPLICAS)
+    autoscaling: Autoscaling | None = None
     savepoints: list[Savepoint] = Field(default_factory=list, max_length=256, fail_fast=True)
 
-    @field_validator("model_id")
+    @field_validator("model_id", "adapter")
     @classmethod
-    def _names_a_repository(cls, value: str) -> str:
+    def _names_a_repository(cls, value: str | None) -> str | None:
         try:
-            validate_repo_id(value)
+            if value is not None:
+                validate_repo_id(value)
         except HFValidationError as error:
             raise ValueError(str(error)) from error
         return value
@@ -59,6 +80,17 @@ class LoadRequest(Strict):
         if value is not None and ".." in value:
             raise ValueError("the name of a branch, tag or commit cannot contain '..'")
         return value
+
+    @model_validator(mode="after")
+    def _scales_one_way(self) -> LoadRequest:
+        if self.autoscaling and self.num_replicas != 1:
+            raise _wrong("num_replicas", "set either num_replicas or autoscaling")
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """The id of the model that it loads."""
+        return adapted(self.model_id, self.adapter)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -104,6 +136,13 @@ class TokenizeRequest(Strict, ChatPrompt):
             ending=self.ending,
             strings=bool(self.return_token_strs),
         )
+
+
+class AttributionRequest(TokenizeRequest):
+    """`POST /v1/model/attribution`: a prompt, and a token whose logit is divided, or two for their difference."""
+
+    targets: list[Annotated[str, Field(min_length=1, max_length=256)] | TokenId] = Field(min_length=1, max_length=2)
+    by: Literal["layer", "head", "neuron"] = "layer"
 
 
 class DetokenizeRequest(Strict):

@@ -10,12 +10,13 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.activations.facts import check_session_id
+from deployments.conditions import Condition
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
 from deployments.points.logit_lens import LogitLens
 from deployments.points.strict import Strict
 from deployments.points.token_choices import AMBIGUOUS, Last
-from deployments.readouts.spec import AskedReadouts, Condition
+from deployments.readouts.spec import AskedReadouts
 from serve_app.schemas.base import Name, TokenId
 from serve_app.schemas.tools import CallFormat, ResponseFormat
 

@@ -39,6 +39,13 @@ def test_ways_to_collect_are_measured(tmp_path):
     assert [len(case["tokens/s"]) for case in cases.values()] == [4, 4]
 
 
+def test_replicas_behind_one_ingress_are_measured(tmp_path):
+    sizes = ["--replicas=2", "--rows=2", "--step-ms=20", "--new-tokens=4", "--seconds=3"]
+    together, costs = run("scaling", tmp_path / "found.json", *sizes).values()
+    assert len(together["ratios"]) == 2
+    assert len(costs["tokens/s"]) == 4
+
+
 def test_serving_is_measured_beside_the_engine_and_leaves_nothing_running(tmp_path):
     env = {**os.environ, "STARTED_BY": str(tmp_path)}  # children inherit it
     cases = run("serving", tmp_path / "found.json", *SMALL, "--beside", "transformers", env=env)

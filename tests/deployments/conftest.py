@@ -49,6 +49,21 @@ LONG_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+DELTA_NET = {
+    **GROUPED,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+MAMBA_2 = {"mamba_d_ssm": 24, "mamba_n_heads": 3, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_chunk_size": 4}
+
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,12 +93,53 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", GROUPED),
     "granite": ("GraniteConfig", {**GROUPED, "residual_multiplier": 0.22}),
     "exaone4": ("Exaone4Config", {**GROUPED, "sliding_window": WINDOW, "layer_types": LAYER_TYPES}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **SIZES,
+            **{"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 12, "kv_lora_rank": 10},
+            **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "first_k_dense_replace": 1},
+            **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+            "moe_intermediate_size": 16,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **GROUPED,
+            **{"num_attention_heads": 6, "head_dim": 6, "intermediate_size_mlp": 40, "num_local_experts": 4},
+            **{"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2},
+            **{"attention_chunk_size": 2 * WINDOW, "floor_scale": WINDOW, "attn_scale": 0.7},
+        },
+    ),
+    "gemma4_shared": (
+        "Gemma4TextConfig",
+        {
+            **{**GROUPED, "head_dim": 8, "global_head_dim": 12, "sliding_window": WINDOW, "num_kv_shared_layers": 1},
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256},
+        },
+    ),
+    "diffllama": ("DiffLlamaConfig", {**GROUPED, "num_attention_heads": 6, "head_dim": 8}),
     "falcon_parallel": ("FalconConfig", {**FALCON, "alibi": False, "multi_query": True, "parallel_attn": True}),
     "falcon_two_norms": (
         "FalconConfig",
         {**FALCON, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
     "falcon_sequential": ("FalconConfig", {**FALCON, "alibi": False, "multi_query": False, "parallel_attn": False}),
+}
+HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", DELTA_NET),
+    "falcon_h1": ("FalconH1Config", {**GROUPED, "head_dim": 8, **MAMBA_2}),
+    "jamba": (
+        "JambaConfig",
+        {**GROUPED, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 5, "num_experts": 2},
+    ),
+    "lfm2": ("Lfm2Config", {**GROUPED, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}),
+    "mamba2": (
+        "Mamba2Config",
+        {**COMMON, "head_dim": 16, "hidden_size": 24, "num_hidden_layers": 3, "num_heads": 3, "n_groups": 1},
+    ),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_longrope": (
@@ -102,26 +158,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_types": [[["global", "local"], 1], [["global"], 1]],
         },
     ),
-    "mamba": (
-        "MambaConfig",
-        {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 3, "max_position_embeddings": CONTEXT},
-    ),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {
-            **GROUPED,
-            "head_dim": 8,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
-    ),
     "bloom": ("BloomConfig", {"vocab_size": 256, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
 }
 
@@ -135,7 +171,7 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _build(architecture: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    config_class, settings = (SERVED | REFUSED)[architecture]
+    config_class, settings = (SERVED | HYBRID | REFUSED)[architecture]
     config = getattr(transformers, config_class)(**{**settings, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -53,6 +53,16 @@ REFUSED = [
         for uri in ("file:///data", "s3://key:s3cret@bucket/p")
     ),
     ({"activation_dir": "s3://key:s3cret@bucket"}, "activation_dir"),
+    *(
+        ({"autoscaling": fields}, f"autoscaling\n.*{said}")
+        for fields, said in [
+            ({"max_replica": 2}, "no field max_replica: did you mean 'max_replicas'"),
+            ({"min_replicas": -1, "upscale_delay_s": "soon"}, "min_replicas: must be .*; upscale_delay_s: must be"),
+            ('{"min_replicas": 3, "max_replicas": 2}', "max_replicas .2. must be greater"),
+        ]
+    ),
+    ({"autoscaling": {"max_replicas": 2}, "num_replicas": 2}, "either num_replicas or autoscaling"),
+    ({"num_gpus": 1.5}, "num_gpus must be at most 1, or whole"),
     ({"models_dir": "here"}, "models_dir\n.*must be an absolute path"),
     *(
         ({"public_url": f"https://{end}"}, "public_url\n.*without a user, password, query or fragment")
@@ -72,6 +82,9 @@ def test_options_come_as_text_from_the_command_line():
         ({"model": "/home/me/models/smollm2"}, "smollm2"),
         ({"model": "/home/me/models/smollm2/"}, "smollm2"),
         ({"model": "~/models/smollm2"}, "smollm2"),
+        ({"model": "a/b", "adapter": "c/d"}, "a/b+c/d"),
+        ({"model": "/models/b", "adapter": "/loras/d/"}, "b+d"),
+        ({"model": "a/b", "adapter": "c/d", "model_id": "e"}, "e"),
         ({"model": "/models/SmolLM2.Q4_1.gguf"}, "SmolLM2.Q4_1"),
         ({"model": "/home/me/models/smollm2", "model_id": "/mine"}, "/mine"),
         ({"model": "org/smollm2"}, "org/smollm2"),
@@ -121,6 +134,11 @@ def test_serve_run_tells_of_a_model_that_is_not_there_on_one_line(model, said, t
     assert done.exit_code == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_lists_and_objects_are_json_in_arguments():
+    given = Options.model_validate({"monitors": '[{"readout": "bad", "above": 0.9, "for": 2}]', "savepoints": "[]"})
+    assert (given.monitors[0].readout, given.monitors[0].rows, given.savepoints) == ("bad", 2, ())
 
 
 def test_elsewhere_bad_options_are_one_error():

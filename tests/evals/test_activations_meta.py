@@ -53,18 +53,6 @@ def test_only_an_answer_that_says_so_is_stored_and_others_have_the_servers_words
     assert why_not_stored(meta) == why
 
 
-def test_answers_that_are_not_stored_are_counted_by_their_reasons_and_apart_from_what_is() -> None:
-    full = {"status": "failed", "reason": "the disk is full", "runs": [RUN | {"run_id": "r2"}]}
-    found = summary(stored([4, 2], "float32"), full, None, full, {"status": "pending", "runs": [RUN]})
-    assert (found["answers"], found["not_stored"], found["runs"], found["tokens"]) == (5, 4, 1, 4)
-    assert found["why_not_stored"] == {
-        "the disk is full": 2,
-        "the answer has no activations_meta": 1,
-        "the answer says 'pending'": 1,
-    }
-    assert found["statuses"] == {"stored": 1, "failed": 2, "missing": 1, "pending": 1}
-
-
 def test_however_many_reasons_there_are_few_are_kept_and_all_counted() -> None:
     found = summary(*({"status": "failed", "reason": f"no run {i}"} for i in range(100)))
     assert len(found["why_not_stored"]) == 21

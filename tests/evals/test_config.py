@@ -138,24 +138,6 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (config.samples, config.parallel, config.collect_activations) == (5, 4, False)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("sample: 3\nmaxtokens: 4\n", "no option sample, maxtokens"),
-        ("- samples\n", "not a map of options"),
-        ("samples: [", "run.yaml"),
-        ("samples: 0\n", "--samples"),
-    ],
-)
-def test_a_wrong_file_is_refused_by_name(
-    tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(SystemExit):
-        parse_args(["--config", str(tmp_path / "run.yaml")])
-    assert says in capsys.readouterr().err
-
-
 SCALARS = (
     st.none()
     | st.booleans()
@@ -206,33 +188,29 @@ def parsed(*argv: str) -> tuple[Config | None, object, str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    ("text", "named"),
     [
         ("results_dir: 5", "--results-dir: 5 is no path"),
         ("samples: true", "--samples: Input should be a valid integer"),
         ("parallel: 2.0", "--parallel: Input should be a valid integer"),
         ("timeout: true", "timeout: Input should be a valid number"),
-        ("max_outage: -1", "max_outage: Input should be greater"),
-        ("rule: loose", "rule: Input should be"),
-        ("session_id: a/b", "session_id: String should match"),
-        ("few_shot: true", "--few-shot"),
+        ("sample: 3\nmaxtokens: 4\n", "no option sample, maxtokens"),
+        ("- samples\n", "not a map of options"),
+        ("samples: [", "run.yaml"),
         ("resume: 'yes'", "--resume: Input should be a valid boolean"),
         ("rewards: {format: '1'}", "rewards: Input should be a valid number"),
-        ("rewards: {format: .nan}", "rewards: Input should be a finite number"),
-        ("server_options: 3", "--server-option: Input should be a valid dictionary"),
-        ("stages: 3", "--stages: choose from"),
         ("samples: !!int x", "--config"),
         ("session_id: 2026-02-31", "--config"),
     ],
 )
-def test_a_value_of_another_kind_is_refused_and_not_bent(
-    tmp_path: Path, line: str, named: str, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_file_or_a_value_of_another_kind_is_refused_by_name_and_not_bent(
+    tmp_path: Path, text: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run.yaml").write_text(line)
+    (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(SystemExit) as ended:
         parse_args(["--config", str(tmp_path / "run.yaml")])
     assert ended.value.code == 2
-    assert named in capsys.readouterr().err.splitlines()[-1]
+    assert named in capsys.readouterr().err.partition("error: ")[2]
 
 
 @pytest.mark.parametrize(

@@ -7,40 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.scoring import RULES, Rule, find_normalized, flexible_match, is_correct, score, strict_match
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("so it is\n#### 18", "18"),
-        ("#### -3.5 left", "-3.5"),
-        ("#### 1,234,567", "1234567"),
-        ("#### 5\n#### 6", "5"),  # the official code takes the first
-        ("####18", None),
-        ("#### $18", None),
-        ("the answer is 18", None),
-        ("#### ,.", None),
-        ("", None),
-    ],
-)
-def test_strict_takes_the_number_after_four_hashes(text: str, found: str | None) -> None:
-    assert strict_match(text) == found
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("first 3, then 18 ducks", "18"),
-        ("she pays $1,234.50 in all", "$1,234.50"),
-        ("it fell to -7", "-7"),
-        ("it is 18.", "18."),
-        ("it is 18\n\nQuestion: Tom has 5 pens", "18"),
-        ("none", None),
-    ],
-)
-def test_flexible_takes_the_last_number(text: str, found: str | None) -> None:
-    assert flexible_match(text) == found
+from evals.scoring import RULES, Rule, find_normalized, is_correct, score, strict_match
 
 
 @pytest.mark.parametrize(
@@ -173,11 +140,6 @@ def test_an_answer_stands_where_it_is_said_to_stand(text: str, rule: Rule) -> No
 def test_a_gold_answer_without_a_number_is_refused() -> None:
     with pytest.raises(ValueError, match="no number"):
         is_correct("#### 3", "three")
-
-
-def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="loose"):
-        is_correct("#### 3", "3", "loose")  # type: ignore[arg-type]
 
 
 @given(st.text())

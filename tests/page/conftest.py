@@ -45,18 +45,18 @@ def opened(chromium: Browser, served: Any) -> Iterator[Callable[..., Page]]:
 
 @pytest.fixture(scope="module")
 def install(served: Any) -> Iterator[Callable[..., None]]:
-    """`install(tensors, name=..., **spec)`: a readout of the served model, until the module's end."""
+    """`install(tensors, name=..., **spec)`: a readout of the served model, or of `lenses`, until the module's end."""
     names: list[str] = []
 
-    def install(tensors: dict[str, torch.Tensor], name: str, **spec: object) -> None:
+    def install(tensors: dict[str, torch.Tensor], name: str, route: str = "readouts", **spec: object) -> None:
         form = {"spec": json.dumps(spec | {"name": name, "model": "vitrine-demo"})}
         files = {"file": ("readout.safetensors", save(tensors))}
-        assert httpx.post(f"{served.base_url}/readouts", files=files, data=form, timeout=60).status_code == 200
-        names.append(name)
+        assert httpx.post(f"{served.base_url}/{route}", files=files, data=form, timeout=60).status_code == 200
+        names.append(f"{route}/{name}")
 
     yield install
     for name in names:
-        assert httpx.delete(f"{served.base_url}/readouts/{name}", timeout=60).json()["deleted"]
+        assert httpx.delete(f"{served.base_url}/{name}", timeout=60).json()["deleted"]
 
 
 @pytest.fixture

@@ -113,23 +113,23 @@ def test_the_box_of_a_chat_has_the_focus_again(opened):
     expect(box).to_be_focused()  # Tab comes here still
 
 
-def test_several_things_at_once_are_stopped_by_buttons_that_say_which(opened):
-    page = opened("#lens")
+def test_a_patch_needs_no_mouse_and_the_sheet_of_a_narrow_window_closes(opened):
+    page = opened("#lens", viewport={"width": 700, "height": 900})
     page.get_by_label("Text").fill(PROMPT)
-    page.get_by_text("Answer and sampling").click()
-    page.get_by_label("Most new tokens").fill("0")
-    button(page, "Read the layers").click()
-    cells = page.get_by_role("gridcell")
-    expect(cells.last).to_have_attribute("aria-label", re.compile("%$"))
-    page.route("**/v1/completions", never)
-    cells.last.click()
-    button(page, "Patch it there").click()
-    expect(button(page, "Stop reading the cell")).to_be_visible()
-    button(page, "Stop the patch").press("Enter")
-    expect(page.locator(".patched h2")).to_be_focused()
-    button(page, "Stop reading the cell").press("Enter")
-    expect(page.get_by_role("complementary").locator("h2")).to_be_focused()
-    expect(page.get_by_role("button", name="Stop")).to_have_count(0)
+    page.get_by_role("button", name="Read the layers").click()
+    page.get_by_role("grid").focus()
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    sheet = page.get_by_role("complementary")
+    for close in (lambda: page.keyboard.press("Escape"), page.get_by_role("button", name="Close").click):
+        expect(sheet.locator("h2")).to_have_text("Layer 1")
+        close()
+        expect(sheet).to_be_hidden()
+        expect(page.get_by_role("grid")).to_be_focused()
+        page.keyboard.press("Enter")
+    page.get_by_label("Token", exact=True).select_option("0")
+    page.get_by_role("button", name="Patch it there").press("Enter")
+    expect(page.locator(".patched [role=status]")).to_contain_text("answer")
 
 
 def test_the_form_for_a_key_takes_the_focus_and_gives_it_back(opened):

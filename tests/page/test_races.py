@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from playwright.sync_api import Page, Route, expect
 
-from tests.browsers import READY, follow, painted
+from tests.browsers import READY, idle, painted
 
 PROMPT = "Tom has 3 boxes"
 MODEL = "vitrine-demo"
@@ -79,34 +78,5 @@ def test_a_view_that_was_left_before_it_was_ready_has_the_model_do_nothing(opene
     asked = requested(page, "/detokenize", "/completions")
     with page.expect_request_finished():
         held[0].continue_()
-    page.evaluate("() => new Promise(requestIdleCallback)")
+    idle(page)
     assert not asked
-
-
-def test_of_two_links_to_a_view_that_is_late_the_second_counts(opened):
-    page = opened()
-    held: list[Route] = []
-    page.route("**/lens.js", lambda route: held.append(route))
-    with page.expect_request("**/lens.js"):
-        follow(page, "lens", {"text": "The first"})
-    follow(page, "lens", {"text": "The second"})
-    held[0].continue_()
-    expect(page.get_by_label("Text")).to_have_value("The second")
-
-
-def test_a_press_on_a_cell_counts_though_its_column_comes_meanwhile(opened):
-    page = opened("#lens")
-    held: list[Route] = []
-    page.route("**/v1/completions", lambda route: held.append(route))
-    page.get_by_label("Text").fill(PROMPT)
-    page.get_by_text("Answer and sampling").click()
-    page.get_by_label("Most new tokens").fill("0")
-    with page.expect_request("**/v1/completions"):
-        page.get_by_role("button", name="Read the layers").click()
-    cell = page.get_by_role("gridcell").last
-    cell.hover()
-    page.mouse.down()
-    held[0].continue_()
-    expect(cell).to_have_attribute("aria-label", re.compile("%$"))
-    page.mouse.up()
-    expect(page.get_by_role("button", name="Patch it there")).to_be_visible()

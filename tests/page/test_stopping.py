@@ -15,7 +15,7 @@ import pytest
 import torch
 from playwright.sync_api import Page, Route, expect
 
-from tests.browsers import follow, painted
+from tests.browsers import follow, idle
 
 PROMPT = "Tom has 3 boxes"
 WITHIN_S = 20.0  # seconds, of answers without an end: a busy machine takes some
@@ -179,25 +179,6 @@ def test_a_lens_that_was_stopped_or_failed_stays_whole_and_goes_on(opened):
     assert page.locator("main .error").count() == 0
 
 
-def test_a_layer_that_is_chosen_while_another_is_read_can_be_stopped(opened):
-    page = opened("#attention")
-    page.get_by_label("Text").fill(PROMPT)
-    page.get_by_label("Layer").select_option("1")
-    page.get_by_role("button", name="Show the heads").click()
-    expect(page.get_by_role("heading", name="Layer 1, head 0")).to_be_visible()
-    page.route("**/v1/completions", lambda _: None)
-    for layer in "23":
-        with page.expect_request("**/v1/completions"):
-            page.get_by_label("Layer").select_option(layer)
-    stop = page.get_by_role("button", name="Stop")
-    painted(page)
-    expect(stop).to_be_visible()
-    stop.click()
-    expect(stop).to_be_hidden()
-    page.get_by_role("button", name="head 1").click()
-    expect(page.get_by_role("heading", name="Layer 1, head 1")).to_be_visible()  # that of the picture
-
-
 def test_a_page_that_nobody_uses_asks_the_server_nothing(opened):
     page = opened()
     page.clock.install()
@@ -211,7 +192,7 @@ def test_a_page_that_nobody_uses_asks_the_server_nothing(opened):
     asked: list[str] = []
     page.on("request", lambda request: "/page/" in request.url or asked.append(request.url))
     page.clock.fast_forward("01:00:00")
-    page.evaluate("() => new Promise(requestIdleCallback)")
+    idle(page)
     assert not asked
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 
@@ -11,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from deployments.options import NO_MODEL
-from tests.browsers import follow, link, painted
+from tests.browsers import follow, painted
 
 HOSTILE = "<script>document.title = 'ran'</script><img src=x onerror=\"document.title='ran'\">\u202egnp.\u2066 \u200b"
 KEY = "sk-page-4fJc0Vb1xT9q"
@@ -22,12 +21,6 @@ CHAT = "**/v1/chat/completions"
 def say(page: Page, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.get_by_role("button", name="Send").click()
-
-
-def pinned(page: Page) -> list[int]:
-    """Which tokens the link to what a page shows has pinned."""
-    coded = link(page).partition("=")[2]
-    return json.loads(base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))).get("pinned", [])
 
 
 def is_as_wide_as_its_window(page: Page) -> bool:
@@ -199,47 +192,3 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(another_app, opened, tmp_path):
         assert KEY not in page.content()
         page.reload()
         expect(page.get_by_text("No model is loaded")).to_be_visible()
-
-
-def test_a_server_that_goes_away_and_comes_back_costs_no_typed_word(opened):
-    page = opened()
-    say(page, "Tom has 3 boxes")
-    expect(page.locator(".under")).to_contain_text("tokens, up to")
-    tokens = page.get_by_role("listbox").get_by_role("option")
-    tokens.nth(1).click()
-    page.context.set_offline(True)
-    say(page, "Ann has 3 boxes")
-    expect(page.locator("main .error")).to_contain_text("does not answer")
-    expect(page.get_by_text("this page looks again")).to_be_visible()
-    expect(page.get_by_label("Message", exact=True)).to_have_value("Ann has 3 boxes")
-    assert pinned(page) == [1]
-    tokens.nth(2).click()
-    assert pinned(page) == [2]
-    page.context.set_offline(False)
-    expect(page.get_by_text("this page looks again")).to_be_hidden()
-    page.get_by_role("button", name="Try again").click()
-    expect(page.locator(".under")).to_have_count(2)
-    assert pinned(page) == []
-
-
-def test_a_slow_stream_shows_what_has_come_and_stops_at_once(opened, served, eventually):
-    page = opened()
-    network = page.context.new_cdp_session(page)
-    slow = {"offline": False, "latency": 0, "downloadThroughput": 4000, "uploadThroughput": -1}  # bytes a second
-    network.send("Network.emulateNetworkConditions", slow)
-    page.get_by_text("Settings").click()
-    page.get_by_label("Most new tokens").fill("2000")
-    page.get_by_label("Temperature").fill("2")
-    say(page, "Tell me a long story.")
-    options = page.get_by_role("listbox").get_by_role("option")
-    expect(options.nth(3)).to_be_visible()
-    assert page.get_by_role("button", name="Stop").is_visible()
-    page.get_by_role("button", name="Stop").click()
-    expect(page.locator(".under")).to_contain_text("where it was stopped")
-    expect(page.get_by_role("button", name="Send")).to_be_enabled()
-
-    def running() -> list[float]:
-        metrics = httpx.get(f"{served.root}/metrics", timeout=60).text
-        return [float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("ray_vitrine_running{")]
-
-    eventually(running, lambda counts: counts and not any(counts))

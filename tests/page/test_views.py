@@ -8,10 +8,11 @@ import sys
 
 import httpx
 import pytest
-from playwright.sync_api import Page, Route, expect
+import torch
+from playwright.sync_api import Page, expect
 
 import vitrine
-from tests.browsers import follow, link, painted
+from tests.browsers import link, painted
 
 QUESTION = "Ann has 3 boxes of 12 pens. How many pens is that?"
 PROMPT = "Tom has 3 boxes"
@@ -105,6 +106,22 @@ def test_a_lens_reads_every_layer_and_a_cell_is_dragged_onto_another_token(opene
     assert [int(label.rpartition("rank ")[2]) for label in labels] == ranks
 
 
+def test_layers_are_read_through_an_installed_lens_which_a_link_names(opened, install):
+    maps = {"layers.0.weight": torch.zeros(192, 192), "layers.0.bias": torch.linspace(-1, 1, 192)}
+    install(maps, "page-lens", "lenses", kind="tuned")
+    page = opened("#lens")
+    page.get_by_label("Text").fill(PROMPT)
+    page.get_by_role("button", name="Read the layers").click()
+    first = page.locator("[aria-rowindex='2']").get_by_role("gridcell").first
+    expect(first).to_have_attribute("aria-label", re.compile("%$"))
+    plain = first.get_attribute("aria-label") or ""
+    page.get_by_label("Read through").select_option("page-lens")
+    expect(first).not_to_have_attribute("aria-label", plain)
+    assert '"lens":"page-lens"' in code(page, "The lens", "as curl")
+    other = opened(link(page))
+    expect(other.get_by_label("Read through")).to_have_value("page-lens")
+
+
 def test_what_is_shown_stays_its_models_when_another_is_chosen(opened):
     page = opened()
     both = {"data": [{"id": MODEL}, {"id": "another"}]}
@@ -134,133 +151,12 @@ def test_what_is_shown_stays_its_models_when_another_is_chosen(opened):
     assert set(asked) == {MODEL}
 
 
-def test_a_patch_needs_no_mouse_and_the_sheet_of_a_narrow_window_closes(opened):
-    page = opened("#lens", viewport={"width": 700, "height": 900})
-    page.get_by_label("Text").fill(PROMPT)
-    page.get_by_role("button", name="Read the layers").click()
-    page.get_by_role("grid").focus()
-    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "Enter"):
-        page.keyboard.press(key)
-    sheet = page.get_by_role("complementary")
-    for close in (lambda: page.keyboard.press("Escape"), page.get_by_role("button", name="Close").click):
-        expect(sheet.locator("h2")).to_have_text("Layer 1")
-        close()
-        expect(sheet).to_be_hidden()
-        expect(page.get_by_role("grid")).to_be_focused()
-        page.keyboard.press("Enter")
-    page.get_by_label("Token", exact=True).select_option("0")
-    page.get_by_role("button", name="Patch it there").press("Enter")
-    expect(page.locator(".patched [role=status]")).to_contain_text("answer")
-
-
-def test_a_link_holds_a_cell_and_a_patch_with_a_pinned_token(opened):
-    page = opened("#lens")
-    page.get_by_label("Text").fill(PROMPT)
-    page.get_by_role("button", name="Read the layers").click()
-    expect(page.get_by_role("gridcell").last).to_have_attribute("aria-label", re.compile("%$"))
-    page.locator("[aria-rowindex='3']").get_by_role("gridcell").nth(2).click()
-    page.get_by_role("gridcell").last.drag_to(page.get_by_role("gridcell").nth(1))
-    said = page.locator(".patched [role=status]")
-    expect(said).to_contain_text("answer")
-    options(page, "Patched: tokens").first.click()
-    other = opened(link(page))
-    expect(other.get_by_text("Press “Read the layers”")).to_be_visible()
-    other.get_by_role("button", name="Read the layers").click()
-    expect(other.locator(".patched [role=status]")).to_have_text(said.text_content())
-    assert other.locator(".patched h2").text_content() == page.locator(".patched h2").text_content()
-    expect(options(other, "Patched: tokens").first).to_have_attribute("aria-selected", "true")
-    assert other.locator("lens-grid .chosen").get_attribute("id").endswith("-2-2")
-
-    page.get_by_role("grid").press("Enter")  # on the cell that was chosen
-    page.get_by_role("button", name="Patch it there").click()
-    expect(page.locator(".patched h2")).to_contain_text("Layer 2 at")
-    expect(said).to_contain_text("answer")
-    expect(options(page, "Patched: tokens").first).to_have_attribute("aria-selected", "false")
-    expect(page.get_by_role("button", name="Patch it there")).to_be_visible()
-
-
-@pytest.mark.parametrize("view", ["chat", "steer", "attention"])
-def test_a_link_holds_which_token_is_pinned(opened, view):
-    label, press, name = {
-        "chat": ("Message", "Send", "Tokens of the answer"),
-        "steer": ("Prompt", "Answer with and without", "Steered: tokens"),
-        "attention": ("Text", "Show the heads", "Tokens; the one you look at"),
-    }[view]
-    page = opened(f"#{view}")
-    page.get_by_label(label, exact=True).fill(QUESTION)
-    page.get_by_role("button", name=press).click()
-    options(page, name).nth(2).click()
-    shown = page.locator("aside, .from[role=status]").last
-    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
-    other = opened(link(page))
-    other.get_by_role("button", name="Answer again" if view == "chat" else press).click()
-    expect(options(other, name).nth(2)).to_have_attribute("aria-selected", "true")
-    expect(other.locator("aside, .from[role=status]").last).to_have_text(shown.text_content())
-    other.get_by_label(label, exact=True).fill(PROMPT)
-    other.get_by_role("button", name=press).click()
-    expect(options(other, name).nth(2)).to_have_attribute("aria-selected", "false")
-    expect(other.get_by_role("button", name="Stop")).to_be_hidden()
-    expect(options(other, name).nth(2)).to_have_attribute("aria-selected", "false")
-
-
-def test_going_back_finds_an_answer_that_came_meanwhile(opened):
-    page = opened()
-    page.get_by_label("Message", exact=True).fill(QUESTION)
-    page.keyboard.press("Enter")
-    expect(options(page).first).to_be_visible()
-    page.get_by_role("link", name="Attention").click()
-    page.go_back()
-    expect(page.get_by_role("button", name="Answer again")).to_be_visible()
-    expect(options(page).nth(1)).to_be_visible()
-
-
-def test_ids_of_a_text_that_was_typed_over_are_in_no_link(opened):
-    page = opened("#lens")
-    page.get_by_label("Text").fill(PROMPT)
-    page.get_by_role("button", name="Read the layers").click()
-    expect(page.get_by_role("gridcell").last).to_have_attribute("aria-label", re.compile("%$"))
-    page.get_by_label("Text").fill("Ann reads.")
-    page.get_by_role("gridcell").first.click()
-    expect(page.get_by_role("button", name="Patch it there")).to_be_visible()
-    other = opened(link(page))
-    other.get_by_role("button", name="Read the layers").click()
-    expect(other.get_by_role("rowheader").first).to_be_visible()
-    assert not any("Tom" in text for text in other.get_by_role("rowheader").all_text_contents())
-    assert other.locator(".chosen").count() == 0
-
-
 def test_a_model_without_attention_patterns_says_what_to_start_it_with(opened):
     page = opened("#attention")
     refused = {"message": "it gives none", "code": "no_attention_patterns", "param": "capture.points"}
     page.route("**/v1/completions", lambda route: route.fulfill(status=400, json={"error": refused}))
     page.get_by_role("button", name="Show the heads").click()
     expect(page.locator("main .error")).to_contain_text("Start the server with attention=eager")
-
-
-def test_a_long_answer_is_laid_out_in_blocks_and_painted_once(opened):
-    page = opened()
-    blocks, painted, first = page.evaluate(
-        r"""async () => {
-          const strip = document.createElement("token-strip");
-          document.querySelector("main").replaceChildren(strip);
-          strip.colour(() => ({ ground: "red", ink: "white" }));
-          const frame = () => new Promise(requestAnimationFrame);
-          const word = (i) => ({ text: i % 90 ? " word" : ".\n" });
-          strip.add(Array.from({ length: 1000 }, (_, i) => word(i + 1)));
-          strip.add(Array.from({ length: 1000 }, () => ({ text: "x" })));
-          await frame(), await frame();
-          let painted = 0;
-          const look = new MutationObserver((seen) => (painted += seen.length));
-          look.observe(strip, { subtree: true, childList: true, attributes: true });
-          strip.add([{ text: "y" }]);
-          await frame(), await frame();
-          const blocks = [...strip.children].map((one) => one.childElementCount);
-          return [blocks, painted, strip.children[0].lastChild.textContent];
-        }"""
-    )
-    assert (sum(blocks), blocks[:2], first) == (2001, [90, 90], ".⏎")
-    assert max(blocks) <= 400
-    assert painted == 1  # a new element: the others stay as they are
 
 
 def test_both_answers_of_steering_begin_from_one_seed(opened):
@@ -280,12 +176,28 @@ def test_both_answers_of_steering_begin_from_one_seed(opened):
     expect(page.get_by_text(re.compile("length [1-9].* at layers.3.output.*The answers differ"))).to_be_visible()
     painted(page)
     assert default.all_text_contents() != steered.all_text_contents()
-    shown = link(page)
-    page.get_by_label("Strength").fill("1")
-    link(page)
-    page.evaluate("shown => (location.hash = shown)", shown)
-    expect(page.get_by_label("Strength")).to_have_value("2")
-    assert steered.count() == 0  # a link holds no answer
+
+
+def test_rows_are_capped_along_a_direction_or_rotated_toward_it(opened):
+    page = opened("#steer")
+    page.get_by_label("Prompt").fill(PROMPT)
+    page.get_by_text("Answer and sampling").click()
+    page.get_by_label("Most new tokens").fill("4")
+    sent = {}
+    for change, label, number in (("cap", "At most", "-30"), ("rotate", "Degrees", "45")):
+        page.get_by_label("Change").select_option(change)
+        page.get_by_label(label).fill(number)
+        expect(page.get_by_label("Strength")).to_be_hidden()
+        with page.expect_request(lambda request: "interventions" in (request.post_data or "")) as asked:
+            page.get_by_role("button", name="Answer with and without").click()
+        (sent[change],) = asked.value.post_data_json["interventions"]
+        expect(page.get_by_text(re.compile("Changed .* rows at layers.3.output by"))).to_be_visible()
+    assert (sent["cap"]["op"], sent["cap"]["max"]) == ("clamp_projection", -30)
+    assert (sent["rotate"]["op"], sent["rotate"]["angle"]) == ("rotate", 45)
+    difference = [b - a for a, b in zip(sent["rotate"]["vector"], sent["rotate"]["toward"], strict=True)]
+    assert difference == pytest.approx(sent["cap"]["vector"], abs=1e-5)
+    page.get_by_label("From", exact=True).select_option("tensor")  # a single direction spans no plane
+    expect(page.get_by_label("Change")).to_have_value("add")
 
 
 def test_attention_is_that_of_the_model(opened, served):
@@ -389,24 +301,6 @@ def test_two_runs_are_compared_token_by_token_in_light_and_dark(opened, served, 
     accessible(page, "compare")
 
 
-def test_an_answer_keeps_its_colours_while_others_come(opened):
-    page = opened()
-    ask(page)
-    expect(options(page).first).to_have_attribute("style", re.compile("background"))
-    page.evaluate(
-        """() => {
-          window.painted = 0;
-          const look = new MutationObserver((seen) => (window.painted += seen.length));
-          look.observe(document.querySelector("token-strip"), { subtree: true, attributeFilter: ["style"] });
-        }"""
-    )
-    code(page, "Chat", "as curl")
-    ask(page, "And of 5 boxes?")
-    expect(options(page).first).to_have_attribute("style", re.compile("background"))
-    assert page.evaluate("window.painted") == 0
-    expect(page.locator("request-code pre")).to_have_text(re.compile("^curl .*And of 5 boxes", re.DOTALL))
-
-
 def test_runs_are_found_by_their_tags(opened, served):
     tags = {"condition": "<b>control</b>"}
     capture = {"points": ["norm.output"], "mode": "trace", "tags": tags}
@@ -436,19 +330,6 @@ def test_runs_are_found_by_their_tags(opened, served):
         page.get_by_role("button", name="Delete page-tags").click()
     expect(session).to_have_count(0)
     assert httpx.get(f"{served.base_url}/activations/session/page-tags", timeout=60).status_code == 404
-
-
-def test_a_view_whose_module_is_late_opens_in_the_state_of_its_link(opened):
-    page = opened()
-    page.clock.install()
-    held: list[Route] = []
-    page.route("**/lens.js", lambda route: held.append(route))
-    page.get_by_label("Message", exact=True).fill("Ann")  # a moment later this is in the chat's address
-    with page.expect_request("**/lens.js"):
-        follow(page, "lens", {"text": PROMPT})
-    page.clock.run_for(1000)
-    held[0].continue_()
-    expect(page.get_by_label("Text")).to_have_value(PROMPT)
 
 
 @pytest.mark.parametrize("view", ["chat", "lens", "steer", "attention", "runs"])

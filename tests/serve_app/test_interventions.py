@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from deployments.activations import read_run
-from tests.serve_app.completions import MODEL, POINT, STEER, WIDTH, post, refused, text
+from tests.serve_app.completions import POINT, STEER, WIDTH, post, refused, text
 
 
 def test_a_steered_answer_is_another_and_those_beside_it_are_not(served):
@@ -25,21 +25,6 @@ def test_a_steered_answer_is_another_and_those_beside_it_are_not(served):
 
 def test_no_interventions_are_the_baseline(served):
     assert text(served, interventions=[]) == text(served)
-
-
-def test_a_chat_is_steered_in_a_stream_too(client):
-    def said(**more):
-        stream = client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "2+2?"}],
-            max_tokens=12,
-            temperature=0,
-            stream=True,
-            extra_body=more,
-        )
-        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-
-    assert said(interventions=[STEER | {"scale": 50, "tokens": "generated"}]) != said()
 
 
 def test_a_run_holds_values_after_the_change_and_the_change_itself(served):
@@ -110,6 +95,7 @@ def test_a_stored_runs_rows_take_the_place_of_another_requests(served):
     assert refused(gone)[1:] == ("interventions[0].from.run_id", "run_not_found")
 
 
+TURN = {"op": "rotate", "point": POINT, "features": {"first": 2}, "angle": 9}
 BAD = [
     ({"op": "twist", "point": POINT}, "interventions[0]"),
     ({"op": "zero", "point": "layers.99.output"}, "interventions[0].point"),
@@ -125,6 +111,14 @@ BAD = [
     ({"op": "add", "point": POINT, "vector": "../../etc/passwd"}, "interventions[0].vector"),
     ({"op": "clamp", "point": POINT}, "interventions[0]"),
     ({"op": "clamp", "point": POINT, "min": 2, "max": 1}, "interventions[0]"),
+    ({"op": "clamp_projection", "point": POINT, "vector": [1.0] * WIDTH}, "interventions[0]"),
+    (TURN | {"vector": [1.0, 3.0], "toward": [-2.0, -6.0]}, "interventions[0].toward"),
+    (TURN | {"vector": [1.0, 3.0], "toward": [0.0, 0.0]}, "interventions[0].toward"),
+    ({"op": "clamp_projection", "point": POINT, "vector": [0.0] * WIDTH, "max": 1}, "interventions[0].vector"),
+    ({"op": "ablate", "point": POINT, "vector": [1.0] * WIDTH}, "interventions[0].mean"),
+    ({"op": "ablate", "point": POINT, "mean": [1.0, 2.0]}, "interventions[0].mean"),
+    (STEER | {"unit": "absolute", "relative": True}, "interventions[0]"),
+    ({"op": "replace", "point": POINT, "vector": [1.0] * WIDTH, "alpha": 1.5}, "interventions[0].alpha"),
     ({"op": "zero", "point": POINT, "tokens": {"positions": [5000]}}, "interventions[0].tokens"),
     ({"op": "zero", "point": POINT, "tokens": {"prompt_last": 500}}, "interventions[0].tokens"),
     ({"op": "zero", "point": POINT, "features": {"index": [WIDTH]}}, "interventions[0].features"),
@@ -138,3 +132,10 @@ BAD = [
     ({"op": "replace", "point": POINT, "from": {"run_id": "x", "tokens": "few"}}, "interventions[0].from.tokens"),
     ({"op": "add", "point": POINT, "vector": [1.0], "from": {"run_id": "x"}}, "interventions[0].from"),
 ]
+
+
+@pytest.mark.parametrize(("bad", "param"), BAD, ids=[f"{i} {bad['op']}" for i, (bad, _) in enumerate(BAD)])
+def test_what_cannot_be_is_refused_by_its_path_and_nothing_runs(served, statistics, bad, param):
+    before = statistics()["steps"]
+    assert refused(post(served, interventions=[bad]))[:2] == (400, param)
+    assert statistics()["steps"] == before

@@ -151,13 +151,6 @@ def test_each_choice_has_its_own(client, served):
         assert_same(choice["logit_lens"]["content"], alone["logit_lens"]["content"])
 
 
-def test_who_asks_for_none_gets_none(client, served):
-    assert "logit_lens" not in ask(client, lens=None).choices[0].model_extra
-    chunks = ask(client, lens=None, stream=True)
-    assert not any("logit_lens" in choice.model_extra for chunk in chunks for choice in chunk.choices)
-    assert "logit_lens" not in complete(served).json()["choices"][0]
-
-
 def test_what_generates_nothing_shows_what_comes_behind_the_prompt(served):
     (first,) = complete(served, max_tokens=1, logit_lens=LENS).json()["choices"][0]["logit_lens"]["content"]
     for fields in ({"max_tokens": 0}, {"capture": {"points": ["norm.output"], "mode": "trace", "return": "inline"}}):
@@ -187,25 +180,6 @@ def test_tokens_of_the_prompt_are_chosen_and_targets_have_their_rank(served):
                 ranks = {top["token_id"]: rank for rank, top in enumerate(layer["top"], 1)}
                 assert target["rank"] == ranks.get(target["token_id"], target["rank"])
                 assert (target["rank"] > 2) == (target["token_id"] not in ranks)
-
-
-def test_a_window_of_the_prompt_has_the_rank_of_what_the_last_layer_says(served):
-    asked = {"layers": "all", "top_k": 1, "tokens": {"from": 2, "to": 5}, "targets": "last_layer"}
-    seen = complete(served, logit_lens=asked, max_tokens=0).json()["choices"][0]["logit_lens"]["prompt"]
-    assert [one["position"] for one in seen] == [2, 3, 4]
-    for one in seen:
-        (said,) = one["layers"][-1]["top"]
-        for layer in one["layers"]:
-            (target,) = layer["targets"]
-            assert (target["token"], target["token_id"]) == (said["token"], said["token_id"])
-            assert (target["rank"] == 1) == (layer["top"][0]["token_id"] == target["token_id"])
-    opened = complete(served, logit_lens=asked | {"tokens": {"from": 2}}, max_tokens=2).json()["choices"][0][
-        "logit_lens"
-    ]
-    assert (opened["prompt"][0]["position"], len(opened["content"])) == (2, 2)
-    generated = complete(served, logit_lens=asked | {"tokens": "generated"}, max_tokens=2).json()["choices"][0]
-    for one in generated["logit_lens"]["content"]:  # drawn greedily
-        assert one["layers"][-1]["targets"][0]["token_id"] == one["token_id"]
 
 
 def test_an_echoed_prompt_has_none(served):

@@ -65,19 +65,6 @@ def test_logprobs_of_characters_held_back_come_with_their_text(client, tokenizer
     assert all(choice.delta.content for chunk in chunks for choice in chunk.choices if choice.logprobs)
 
 
-def test_who_asks_for_none_gets_none(client):
-    assert ask(client, logprobs=False, top_logprobs=None).choices[0].logprobs is None
-    chunks = ask(client, logprobs=None, top_logprobs=None, stream=True)
-    assert all(choice.logprobs is None for chunk in chunks for choice in chunk.choices)
-    done = client.completions.create(model=MODEL, prompt="Tom", max_tokens=2)
-    assert done.choices[0].logprobs is None
-
-
-def test_logprobs_without_likeliest_tokens(client):
-    content = ask(client, top_logprobs=None, max_tokens=4).choices[0].logprobs.content
-    assert [one.top_logprobs for one in content] == [[]] * 4
-
-
 def test_a_completions_logprobs_say_where_each_token_stands(client, tokenizer, forced):
     fields = {"model": MODEL, "prompt": "Tom has 3 boxes.", "temperature": 0, "max_tokens": 24, "logprobs": 2}
     choice = client.completions.create(**fields).choices[0]

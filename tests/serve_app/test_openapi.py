@@ -24,7 +24,7 @@ OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DESCRIPTION
 MODEL = "vitrine-demo"
 EXAMPLES = settings().max_examples // 5  # requests to each route, fitting and not
 NO_HTTP = "Invalid HTTP request received."  # the proxy's own answer to odd headers and addresses without end
-FEW = {"max_tokens": 2, "max_completion_tokens": 2, "min_tokens": 0, "n": 2}
+FEW = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "min_tokens": 0, "n": 2}
 
 
 def fields(operation) -> set[str]:
@@ -47,7 +47,7 @@ def answerable(operation, body: dict[str, Any]) -> dict[str, Any]:
         changes["tokens"] = [int(token) % 1000 for token in body["tokens"]]
     if operation.path == "/v1/interventions":
         changes = {"default": False}  # another would change what all other tests are answered
-    if operation.path == "/tokenize" and body.get("messages"):
+    if operation.path in ("/tokenize", "/v1/model/attribution") and body.get("messages"):
         changes["prompt"] = None
     return body | changes
 
@@ -110,7 +110,7 @@ def test_every_failure_is_documented_with_openais_body(described):
 
 
 ASK_A_REPLICA = ["/v1/chat/completions", "/v1/completions", "/v1/models/{model_id}", "/tokenize", "/detokenize"]
-ASK_A_REPLICA += ["/v1/model/structure"]
+ASK_A_REPLICA += ["/v1/model/structure", "/v1/model/attribution", "/v1/responses"]
 
 
 @pytest.mark.parametrize("path", ASK_A_REPLICA)
@@ -119,7 +119,7 @@ def test_routes_that_ask_a_replica_say_that_none_may_answer_in_time(described, p
     assert {"404", "503", "504"} <= set(operation["responses"])
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_routes_that_stream_say_so_and_their_examples_are_served(described, served, path):
     operation = described["paths"][path]["post"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing, contextmanager
+import os
+from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime
 
 import httpx
 import pytest
@@ -295,6 +297,32 @@ def test_who_fills_the_store_evicts_nobody_elses_sessions(ask, record, limited, 
     assert gone
     assert all(session.startswith("hog") for session in gone)
     assert mine in listed(ask, "alice", "/v1/activations/runs", "run_id")
+
+
+def test_tokens_are_counted_for_their_owner_and_admins_and_survive_the_store(ask, complete, served, eventually):
+    def used(name, **period):
+        data = ask(name, "GET", "/v1/usage", params=period).raise_for_status().json()["data"]
+        return next((entry for entry in data if entry["owner"] == "meter"), None)
+
+    assert used("meter") == {"owner": "meter", "requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
+    usage = complete("meter", n=2).json()["usage"]
+    expected = {"owner": "meter", "requests": 1} | {
+        name: usage[name] for name in ("prompt_tokens", "completion_tokens")
+    }
+    eventually(lambda: used("meter"), lambda now: now == expected)
+    store = connect(str(served.home / "activations"))
+
+    def process():
+        with suppress(ray.exceptions.RayActorError):  # until it is up again
+            return ray.get(store.__ray_call__.remote(lambda _: os.getpid()))
+
+    before = process()
+    ray.kill(store, no_restart=False)  # returns before the process has ended
+    eventually(process, lambda now: now not in (None, before))
+    assert used("root") == used("meter", period=f"{datetime.now(UTC):%Y-%m}") == expected
+    assert used("bob") is None
+    assert used("meter", period="1999")["requests"] == 0
+    assert ask("meter", "GET", "/v1/usage", params={"period": "today"}).status_code == 400
 
 
 def test_nobody_hears_of_a_job_of_another_key(ask, keyed):

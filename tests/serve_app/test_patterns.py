@@ -78,11 +78,6 @@ def test_inline_patterns_are_lists_that_grow(root):
         torch.testing.assert_close(torch.tensor(row), read.float(), rtol=0, atol=1e-2)
 
 
-def test_a_trace_has_a_row_for_each_token_of_the_prompt(root):
-    run = recorded(root, capture={"points": [POINT], "mode": "trace"}, session_id="traced-patterns")
-    assert run["tokens"] == run["prompt_tokens"] == run["points"][POINT]["shape"][0]
-
-
 def test_the_structure_says_where_an_axis_grows(root):
     points = httpx.get(f"{root}/v1/model/structure", timeout=60).json()["points"]
     shapes = {point["name"]: point["shape"] for point in points if point["name"].endswith(".weights")}
@@ -93,12 +88,6 @@ def refused(answer):
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     return error["param"], error["message"]
-
-
-def test_an_intervention_on_patterns_is_refused_and_what_works_is_named(root):
-    param, message = refused(ask(root, interventions=[{"op": "zero", "point": POINT}]))
-    assert param == "interventions[0].point"
-    assert "attention.heads" in message
 
 
 def test_what_patterns_cannot_have_or_be_is_refused_by_its_field(root):

@@ -9,16 +9,12 @@ from urllib.parse import quote, urlsplit
 import httpx
 import pytest
 import ray
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deployments.activations import read_run
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import FileInfo, RunInfo, SessionName, names_a_session
+from deployments.activations.facts import names_a_session
 from deployments.activations.limits import Retention
-from deployments.activations.segments.columns import to_batch
-from deployments.options import Options
 
 BODY = {"model": "vitrine-demo", "prompt": "Tom has 3.", "max_tokens": 4, "temperature": 0}
 CAPTURE = {"points": ["norm.output"]}
@@ -93,41 +89,6 @@ def test_a_pinned_session_says_so_and_is_deleted_neither_by_request_nor_by_age(s
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
 
 
-@pytest.fixture
-def aged(served):
-    """The values of a session `aged` whose only run was made long before those of all other sessions."""
-    values = torch.randn(64, 8)
-    segment = FileInfo("aged", "m", None, "Qwen3ForCausalLM", {}, {"p": "p"})
-    given = {"run_id": "old", "sample_id": None, "positions": range(64), "token_ids": range(64)}
-    batch = to_batch(segment, **given, prompt_tokens=1, points={"p": values})
-    facts = RunInfo("old", "aged", "m", created=-1000.0, prompt_tokens=1, tokens=64)
-    ray.get(connect(str(served.home / "activations")).write.remote(facts, [ray.put(batch)]))
-    return values
-
-
-def test_where_a_session_is_too_old_what_is_mapped_stays_and_its_files_go(served, aged, limit):
-    folder = served.home / "activations" / "_" / "aged"
-    rows = read_run(folder, "old")["p"]
-    [run] = shown(served, "aged").json()["runs"]
-    part = {"Range": f"bytes=0-{run['bytes'] - 1}"}
-    path = url(served, "aged", f"/files/{run['file']}")
-    assert limit(now=0.0, max_session_age_s=1000.5) == []
-    assert httpx.get(path, headers=part, timeout=60).status_code == 206
-    assert limit(now=0.0, max_session_age_s=999.5) == [SessionName(None, "aged")]
-    assert shown(served, "aged").status_code == 404
-    assert httpx.get(path, headers=part, timeout=60).status_code == 404
-    assert not folder.exists()
-    assert torch.equal(rows, aged)
-
-
-def test_limits_are_options():
-    options = Options(max_store_bytes="1000", max_session_bytes=10, max_session_age_s=3.5, delete_oldest="true")
-    assert (options.max_store_bytes, options.delete_oldest) == (1000, True)
-    for name in ("max_store_bytes", "max_session_bytes", "max_session_age_s"):
-        with pytest.raises(ValueError, match=name):
-            Options(**{name: 0})
-
-
 ROUTES = [("GET", ""), ("DELETE", ""), ("PUT", "/pin"), ("DELETE", "/pin"), ("GET", "/files/precious.arrow")]
 NAMES = [
     "..",
@@ -180,16 +141,3 @@ def test_a_request_that_records_and_a_filter_name_no_other_place_either(served, 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
     answer = httpx.get(f"{served.base_url}/activations/runs", params={"session": session}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session")
-
-
-def test_through_a_link_nothing_is_stored(served, ask):
-    outside = served.home / "elsewhere"
-    outside.mkdir(exist_ok=True)
-    link = served.home / "activations" / "_" / "link-to-elsewhere"
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(outside)
-    meta = ask(link.name).json()["activations_meta"]
-    link.unlink()
-    assert meta["status"] == "failed"
-    assert "remove" in meta["reason"]
-    assert list(outside.iterdir()) == []

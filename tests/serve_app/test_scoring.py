@@ -207,8 +207,3 @@ def test_a_chat_tells_its_token_ids(client, tokenizer):
         assert tokenizer.decode(choice.token_ids, skip_special_tokens=True) == choice.message.content
         mine = [one.model_extra for chunk in chunks for one in chunk.choices if one.index == choice.index]
         assert [id for extra in mine for id in extra.get("token_ids", ())] == choice.token_ids
-
-
-def test_who_asks_for_no_token_ids_gets_none(client):
-    answer = complete(client, prompt="Tom", max_tokens=2)
-    assert not {"token_ids", "prompt_token_ids"} & set(answer.choices[0].model_extra)

@@ -30,10 +30,10 @@ SESSION, POINT = "stalled", "layers.1.output"
 
 @pytest.fixture(scope="module")
 def large(served):
-    """The path of a file of 320 MiB."""
+    """The path of a file of 80 MiB."""
     store = connect(str(served.home / "activations"))
     segment = FileInfo(SESSION, "m", None, "Qwen3ForCausalLM", {}, {POINT: POINT})
-    for run in (f"r{i}" for i in range(40)):
+    for run in (f"r{i}" for i in range(10)):
         given = {"run_id": run, "sample_id": None, "positions": range(1024), "token_ids": range(1024)}
         batch = to_batch(segment, **given, prompt_tokens=1, points={POINT: torch.ones(1024, 2048)})
         facts = RunInfo(run, SESSION, "m", created=1.0, prompt_tokens=1, tokens=1024)

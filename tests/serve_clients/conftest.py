@@ -67,28 +67,15 @@ def run_command(interpreter, tmp_path_factory) -> Callable[..., programs.Said]:
     return run
 
 
-@pytest.fixture(scope="package")
-def run_script(run_command) -> Callable[..., Any]:
-    """Run one of this folder's scripts; gives the JSON of its last line."""
-
-    def run(script: str, *arguments: object) -> Any:
-        return json.loads(run_command("run_path", HERE / script, *arguments).stdout.splitlines()[-1])
-
-    return run
-
-
 @pytest.fixture(scope="session")
-def evaluated(served, tmp_path_factory) -> dict[str, dict[str, dict[str, Any]]]:
-    """What `evals.gsm8k` says of the first 20 problems: by mode and question, the sample."""
+def evaluated(served, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """What `evals.gsm8k` says of the first 20 problems without tools: by question, the sample."""
     results = tmp_path_factory.mktemp("evaluated") / "results"
-    command = ["python", "-m", "evals.gsm8k", "--base-url", served.base_url, "--samples", "20"]
+    command = ["python", "-m", "evals.gsm8k", "--base-url", served.base_url, "--samples", "20", "--mode", "no-tools"]
     done = subprocess.run(
         [*command, "--results-dir", str(results)], cwd=ROOT, env=served.cluster.env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, dict[str, dict[str, Any]]] = {"no-tools": {}, "with-tools": {}}
-    for path in (results / "samples").iterdir():
-        sample = json.loads(path.read_text())
-        found[sample["mode"]][sample["question"]] = sample
-    assert [len(samples) for samples in found.values()] == [20, 20]
-    return found
+    samples = [json.loads(path.read_text()) for path in (results / "samples").iterdir()]
+    assert len(samples) == 20
+    return {sample["question"]: sample for sample in samples}

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deployments.demo_model import WEIGHTS
 from evals.labels.lm_eval import labelled
 
+# In the environment of the clients; tests/evals/labels and tests/serve_app/test_scoring.py claim most of it.
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 TASKS = Path(__file__).parent / "tasks"
 DOCUMENT = (ROOT / "docs" / "clients.md").read_text().replace("\\\n", "")
@@ -69,13 +71,11 @@ def texts(samples: list[dict]) -> dict[str, str]:
     return {one["doc"]["question"]: one["resps"][0][0] for one in samples}
 
 
-@pytest.mark.long  # two evaluations
 def test_lm_evals_gsm8k_scores_as_evals_gsm8k_does(by_chat, evaluated):
-    ours = evaluated["no-tools"]
-    assert texts(by_chat) == {question: sample["completion"] for question, sample in ours.items()}
+    assert texts(by_chat) == {question: sample["completion"] for question, sample in evaluated.items()}
     strict, flexible = scores(by_chat, "strict-match"), scores(by_chat, "flexible-extract")
-    assert strict == {question: sample["correct_strict"] for question, sample in ours.items()}
-    assert flexible == {question: sample["correct_flexible"] for question, sample in ours.items()}
+    assert strict == {question: sample["correct_strict"] for question, sample in evaluated.items()}
+    assert flexible == {question: sample["correct_flexible"] for question, sample in evaluated.items()}
     assert len(set(strict.values())) == 2  # some right, some wrong: the comparison says something
 
 
@@ -87,7 +87,6 @@ def test_the_rules_of_the_task_are_those_of_lm_evals_own_gsm8k(clients):
         assert task[name] == theirs[name]
 
 
-@pytest.mark.long
 def test_completions_of_token_ids_say_what_the_chats_say(run, by_chat):
     assert texts(read(run(COMPLETIONS))) == texts(by_chat)
 

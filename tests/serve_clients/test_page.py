@@ -1,4 +1,4 @@
-"""The examples of docs/clients.md, interventions.md and lens.md work as they are, except for the server's address.
+"""The examples of docs/clients.md work as they are, except for the server's address.
 
 test_lm_eval.py runs those of lm_eval.
 """
@@ -13,11 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "http://127.0.0.1:8000"
-PAGES = [(ROOT / "docs" / name).read_text() for name in ("interventions.md", "lens.md", "clients.md")]
+PAGE = (ROOT / "docs" / "clients.md").read_text()
 EXAMPLES = [
     pytest.param(language, code, id=f"{section.splitlines()[0].lstrip('# ')} {number}")
-    for page in PAGES
-    for section in page.split("\n## ")
+    for section in PAGE.split("\n## ")
     for number, (language, code) in enumerate(
         re.findall(r"^```(sh|python)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     )
@@ -25,6 +24,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.long  # in the environment of the clients; test_openai_sdk.py asks the same in this one
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
 def test_an_example_works(clients, interpreter, served, tmp_path, language, code):
     code = code.replace(ADDRESS, served.root)

@@ -20,6 +20,7 @@ OF_RESULTS = {
     for kind in (
         vitrine.Activations,
         vitrine.Attention,
+        vitrine.Attribution,
         vitrine.Direction,
         vitrine.Lens,
         vitrine.PatchGrid,

@@ -8,8 +8,13 @@ from functools import partial
 import httpx
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import vitrine
+from deployments.demo_model import WEIGHTS
+from deployments.model.references import by_hooks
+from deployments.places.points import Points
 
 CLEAN, CORRUPT = "Tom has 3 boxes of 12 pens. How many", "Tom has 4 boxes of 15 pens. How many"
 TARGET, AGAINST = " pens", " boxes"
@@ -68,30 +73,130 @@ def test_a_patch_grid_is_what_patches_one_by_one_do(server):
     assert grid.restored[-1, -1] == pytest.approx(1, abs=0.1)
 
 
-def test_prompts_of_different_lengths_are_refused_with_both_tokenizations(server):
-    with pytest.raises(ValueError, match="4 tokens, corrupt 6") as refused:
-        server.patch_grid("Tom has 3", "Ann has 3", target=TARGET)
-    assert "['A', 'n', 'n', ' has', ' ', '3']" in str(refused.value)
+@pytest.fixture(scope="module")
+def hf():
+    """The shipped model in transformers."""
+    return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
+
+
+def ids_of(server, text):
+    return httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60).json()["tokens"]
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_a_grid_of_unequal_prompts_is_what_plain_hooks_give(server, hf, direction):
+    prompts, sites = ("Tom has 3 boxes of 12", "Now Tom has 4 large boxes of 12"), ["resid", "mlp_out", "heads"]
+    ask = partial(server.patch_grid, *prompts, target=TARGET, against=AGAINST, direction=direction)
+    grid = ask(sites=sites, layers=[2])
+    for side, prompt in enumerate(prompts):
+        tokens = server.tokens(prompt)
+        assert [tokens[column[side]] for column in grid.positions] == [texts[side] for texts in grid.tokens]
+    way = slice(None, None, 1 if direction == "denoise" else -1)
+    source, base = [ids_of(server, prompt) for prompt in prompts][way]
+    target, against = (ids_of(server, token)[0] for token in (TARGET, AGAINST))
+    names = ["layers.2.output", "layers.2.mlp.output", "layers.2.attention.heads"]
+    resid, mlp, heads = points = [Points.learn(hf).named(name, "")[0] for name in names]
+    kept = by_hooks(hf, source, points)
+
+    def patched(point, part, at, into):
+        def change(rows):
+            rows[into, part] = kept[point.name][at, part]
+            return rows
+
+        logits = by_hooks(hf, base, [], {point: change})["logits"][0]
+        return float(logits[target] - logits[against])
+
+    places = [(resid, ...), (mlp, ...), *((heads, head) for head in range(heads.shape[0]))]
+    want = np.array([[patched(*place, *column[way]) for column in grid.positions] for place in places])
+    assert grid.rows == ["resid 2", "mlp_out 2", *(f"heads 2.{head}" for head in range(heads.shape[0]))]
+    assert grid.values == pytest.approx(want, abs=0.3)  # the served model is in bfloat16
+    assert np.corrcoef(grid.values.ravel(), want.ravel())[0, 1] > 0.99
+    assert grid.unpatched == (grid.corrupt if direction == "denoise" else grid.clean)
+    assert grid.floor <= 0.3
+
+
+def test_kl_and_probability_are_of_the_next_token(server, hf):
+    ask = partial(server.patch_grid, CLEAN, CORRUPT, target=TARGET, layers=[-1], positions=[-1], floor=False)
+    kl = ask(metric="kl")
+    assert (kl.clean, kl.values[0, 0]) == pytest.approx((0, 0), abs=0.01)  # the last output decides the answer
+    with torch.no_grad():
+        own, other = (
+            hf(torch.tensor([ids_of(server, text)])).logits[0, -1].log_softmax(-1) for text in (CLEAN, CORRUPT)
+        )
+    assert kl.corrupt == pytest.approx(float((own.exp() * (own - other)).sum()), abs=0.1, rel=0.1)
+    assert ask(metric="kl", direction="noise").values[0, 0] == pytest.approx(kl.corrupt, abs=0.05)
+    probability = ask(metric="probability")
+    assert probability.clean == pytest.approx(np.exp(ask().clean), rel=0.1)
+
+
+def test_pairs_give_the_mean_and_its_interval(server):
+    pairs = [(f"{name} has 3 boxes of 12", f"{name} has 4 boxes of 15", TARGET, AGAINST) for name in ("Tom", "Sam")]
+    ask = partial(server.patch_grid, sites="attn_out", layers=[1, 4])
+    grid, *single = ask(pairs=pairs), *(ask(own, other, target=t, against=a) for own, other, t, a in pairs)
+    assert grid.values == pytest.approx(np.mean([one.values for one in single], axis=0), abs=0.1)
+    low, high = grid.interval
+    each = [one.changes for one in single]
+    assert low == pytest.approx(np.min(each, axis=0), abs=0.1)  # of two pairs, the limits are the two
+    assert high == pytest.approx(np.max(each, axis=0), abs=0.1)
+    with pytest.raises(ValueError, match=r"pairs\[1\]: its tokens align otherwise"):
+        ask(pairs=[pairs[0], ("Tom has 3 boxes", "Tom has 4 boxes", TARGET)])
+
+
+def test_prompts_that_align_in_several_ways_need_an_alignment(server):
+    ask = partial(server.patch_grid, "Tom has a box", "Tom has a a box", target=TARGET, layers=[0], floor=False)
+    with pytest.raises(ValueError, match=r"align in several ways.*\n  clean: .*'Tom'"):
+        ask()
+    ends = [len(server.tokens(text)) - 1 for text in ask.args]
+    grid = ask(align=[(0, 0), (-1, -1), (0, -1)])
+    assert grid.positions == [(0, 0), (ends[0], ends[1]), (0, ends[1])]
+    assert grid.tokens[0] == ("Tom", "Tom")
+    assert ask(align=[(-1, -1), (0, 0)], positions=[-1]).positions == [(ends[0], ends[1])]
+    with pytest.raises(IndexError, match=r"align: \[99\]"):
+        ask(align=[(99, 0)])
+
+
+@pytest.mark.parametrize("by", ["layer", "head", "neuron"])
+def test_parts_of_a_logit_add_up_and_are_named(server, tmp_path, by):
+    parts = server.attribute("Tom has 3 boxes of 12", (TARGET, AGAINST), by=by)
+    lens = server.lens("Tom has 3 boxes of 12", targets=[TARGET, AGAINST], tokens="prompt_last")
+    assert parts.logit == pytest.approx(lens.logprobs[-1, 0, 0] - lens.logprobs[-1, 0, 1], abs=0.1)
+    assert parts.values.sum() == pytest.approx(parts.logit, abs=0.2)  # the served model is in bfloat16
+    assert parts.names[0] == "embed"
+    assert len(set(parts.names)) == len(parts.values)
+    assert parts.top(1)[0][0] in repr(parts)
+    parts.plot(path=tmp_path / "parts.png")
+    assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_target_of_several_tokens_has_no_parts(server):
+    with pytest.raises(vitrine.ServerError, match="a target is one token") as refused:
+        server.attribute("Tom", "boxes of pens")
+    assert (refused.value.status, refused.value.param) == (400, "targets[0]")
 
 
 def test_layers_and_positions_of_a_grid_may_count_from_the_end(server):
     ask = partial(server.patch_grid, "Tom has 3", "Tom has 4", target=TARGET)
     grid = ask(layers=[-1, 2], positions=np.array([-1, 0]))
-    assert (grid.layers, grid.positions, grid.tokens) == ([5, 2], [3, 0], [("3", "4"), ("Tom", "Tom")])
+    assert (grid.layers, grid.positions) == ([5, 2], [(3, 3), (0, 0)])
+    assert grid.tokens == [("3", "4"), ("Tom", "Tom")]
     assert grid.values == pytest.approx(ask(layers=[5, 2], positions=[3, 0]).values, abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"layers": [6]}, IndexError, r"layers: \[6\] are not among 0 to 5"),
-        ({"positions": [-5]}, IndexError, r"positions: \[-5\] are not among 0 to 3"),
-        ({"point": "embed"}, ValueError, "point: 'embed' is not one place in each layer"),
+        ({"layers": [6]}, IndexError, r"layers: \[6\] are not among \[0, 1, 2, 3, 4, 5\]"),
+        ({"positions": [-5]}, IndexError, r"positions: \[-5\] are not among \[0, 1, 2, 3\]"),
+        ({"sites": "embed"}, ValueError, "sites: 'embed' is not one place in each layer"),
+        ({"target": None}, ValueError, "target: give the token whose logit_difference"),
+        ({"direction": "denoising"}, ValueError, "direction: 'denoising' is none of denoise, noise"),
+        ({"metric": "kl", "method": "attribution", "direction": "noise"}, ValueError, "the gradient of kl is 0"),
+        ({"method": "attribution"}, vitrine.ServerError, "allow_client_code=true"),
     ],
 )
 def test_a_grid_of_places_that_are_not_there_is_refused(server, fields, error, message):
     with pytest.raises(error, match=message):
-        server.patch_grid("Tom has 3", "Tom has 4", target=TARGET, **fields)
+        server.patch_grid("Tom has 3", "Tom has 4", **{"target": TARGET} | fields)
 
 
 def test_tokens_are_texts_in_any_script(server):
@@ -152,12 +257,6 @@ def test_a_lens_takes_one_target_and_one_prompt(server):
     for ask in (server.lens, lambda prompts: server.attention(prompts, 0)):
         with pytest.raises(ValueError, match="prompt: give one prompt"):
             ask(["Tom has 3", "Ann"])
-
-
-def test_a_target_of_several_tokens_is_refused_by_its_place(server):
-    with pytest.raises(vitrine.ServerError) as refused:
-        server.lens("Tom has 3", targets=[TARGET, "several tokens"])
-    assert (refused.value.status, refused.value.param) == (400, "logit_lens.targets[1]")
 
 
 def test_a_sweep_is_what_each_steer_generates_alone(server, monkeypatch):

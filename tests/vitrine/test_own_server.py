@@ -35,21 +35,6 @@ def test_nnsight_runs_at_a_server_that_the_client_started(started, monkeypatch):
     run("nnsight_model", vitrine.nnsight_model, {"vitrine": vitrine, "server": started})
 
 
-@pytest.mark.long
-def test_nnsight_generates_and_runs_sessions_there(started):
-    model = vitrine.nnsight_model(started, rename={"model.layers": "blocks"})
-    with model.generate("Ann has 3 boxes", max_new_tokens=2, remote=True) as tracer:
-        tokens = tracer.result.save()
-    with model.session(remote=True):
-        with model.trace("Ann has"):
-            first = model.blocks[1].output[0].save()
-        with model.trace("Ann has"):
-            model.blocks[1].output[0][:] = first
-            again = model.blocks[1].output[0].save()
-    assert len(tokens[0]) == len(model.tokenizer("Ann has 3 boxes")["input_ids"]) + 2
-    assert (first == again).all()
-
-
 def test_a_server_without_clients_code_says_which_option_allows_it(server):
     with pytest.raises(vitrine.ServerError, match="allow_client_code=true"):
         vitrine.nnsight_model(server)

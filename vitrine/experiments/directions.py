@@ -107,9 +107,26 @@ class Steer:
             >>> steer.operation["op"], steer.operation["point"], steer.operation["scale"]
             ('add', 'layers.3.output', 2.0)
         """
-        vector = self.vector.ravel().tolist()  # heads concatenated
-        how = {"scale": self.scale, "unit": self.unit} | ({} if self.tokens is None else {"tokens": self.tokens})
-        return {"op": "add", "point": self.point, "vector": vector, **how}
+        return self._operation("add", scale=self.scale, unit=self.unit)
+
+    def cap(self, max: float | None = None, min: float | None = None) -> dict[str, Any]:
+        """The intervention that limits each row's length along the vector, x.v / |v|, for `interventions=[...]`.
+
+        Args:
+            max: The most; None for no limit.
+            min: The least; None for no limit.
+
+        Examples:
+            >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.3.output", labels=[1, 0])
+            >>> capped = vitrine.difference_of_means(acts).at(3).cap(max=0.5)
+            >>> server.generate("Tom has", max_tokens=4, interventions=[capped]) != ""
+            True
+        """
+        return self._operation("clamp_projection", min=min, max=max)
+
+    def _operation(self, op: str, **fields: Any) -> dict[str, Any]:
+        tokens = {} if self.tokens is None else {"tokens": self.tokens}
+        return {"op": op, "point": self.point, "vector": self.vector.ravel().tolist(), **fields, **tokens}
 
 
 @dataclass(frozen=True, eq=False)

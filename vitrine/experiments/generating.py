@@ -60,7 +60,7 @@ class GenerateMethods(Transport):
         groups: list[list[Sequence[Mapping[str, Any]]]] = []
         left = 0  # numbers that still fit into the last request
         for variant in variants:
-            size = sum(len(change["vector"]) for change in variant if isinstance(change.get("vector"), list))
+            size = sum(len(part) for change in variant for part in change.values() if isinstance(part, list))
             if not groups or len(groups[-1]) == MOST_VARIANTS or size > left:
                 groups.append([])
                 left = MOST_NUMBERS

@@ -1,4 +1,4 @@
-"""Heat maps with matplotlib."""
+"""Heat maps and bars with matplotlib."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def heat_map(
     path: str | Path | None,
     centred: bool = False,
     texts: Sequence[Sequence[str]] | None = None,
+    faint: npt.NDArray[np.bool_] | None = None,
 ) -> Any:
     """A heat map as a matplotlib figure, which a notebook shows if it is a cell's last value.
 
@@ -33,21 +34,13 @@ def heat_map(
         path: A file to write, whose suffix is the format.
         centred: Whether 0 is in the middle of the colour scale.
         texts: A short text for each cell.
+        faint: `[rows, columns]`: the cells to mark by a grey dot.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
-    class Picture(Figure):
-        # Notebooks show figures only once pyplot has chosen a backend, which is the program's choice.
-        def _repr_png_(self) -> bytes:
-            buffer = BytesIO()
-            self.savefig(buffer, format="png", bbox_inches="tight")
-            return buffer.getvalue()
-
-    size = (max(4.0, 1.5 + 0.45 * len(columns)), max(2.5, 1.2 + 0.22 * len(rows)))
-    figure = Picture(figsize=size, layout="constrained")
+    height = min(max(2.5, 1.2 + 0.22 * len(rows)), 30.0)  # heads of all layers are many rows
+    figure = _figure(max(4.0, 1.5 + 0.45 * len(columns)), height)
     axes = figure.subplots()
     most = float(np.nanmax(np.abs(values), initial=0)) or 1.0
     limits = {"vmin": -most, "vmax": most, "cmap": "RdBu_r"} if centred else {"cmap": "viridis"}
@@ -60,7 +53,40 @@ def heat_map(
         for column, text in enumerate(line):
             shade: Any = image.norm(values[row, column])
             axes.text(column, row, text, ha="center", va="center", fontsize=6, color="w" if shade < 0.6 else "k")
+    if faint is not None:
+        axes.plot(*np.nonzero(faint)[::-1], ".", color="grey", markersize=4)
     figure.colorbar(image)
+    return _saved(figure, path)
+
+
+def bars(
+    values: npt.NDArray[Any], names: Sequence[str], *, title: str, label: str, path: str | Path | None = None
+) -> Any:
+    """Horizontal bars, the first at the top, as a matplotlib figure; raises ImportError without matplotlib."""
+    figure = _figure(6.0, 1.2 + 0.22 * len(names))
+    axes = figure.subplots()
+    axes.barh(range(len(names)), values, color=["tab:red" if value > 0 else "tab:blue" for value in values])
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=label)
+    return _saved(figure, path)
+
+
+def _figure(width: float, height: float) -> Any:
+    """An empty figure of a size in inches."""
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        # Notebooks show figures only once pyplot has chosen a backend, which is the program's choice.
+        def _repr_png_(self) -> bytes:
+            buffer = BytesIO()
+            self.savefig(buffer, format="png", bbox_inches="tight")
+            return buffer.getvalue()
+
+    return Picture(figsize=(width, height), layout="constrained")
+
+
+def _saved(figure: Any, path: str | Path | None) -> Any:
     if path is not None:
         figure.savefig(path, dpi=150, bbox_inches="tight")
     return figure

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from vitrine.points import layer_of, listed, matching
+from vitrine.points import ROLES, layer_of, listed, matching
 from vitrine.runs.files import MAGIC
 
 Rows = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
@@ -31,6 +31,8 @@ class Run(Mapping[str, Rows]):
         positions: The index of each row's token in prompt + answer.
         token_ids: Each row's token.
         phases: `prompt` or `generated` for each row.
+        roles: `system`, `user`, `assistant`, `tool`, `template` or `reasoning` for each row; None if the run is not of
+            a chat, or the template does not show where messages are.
         dtypes: The stored data type of each point.
 
     Examples:
@@ -46,6 +48,7 @@ class Run(Mapping[str, Rows]):
         self.positions: npt.NDArray[np.int32] = table["position"].to_numpy()
         self.token_ids: npt.NDArray[np.int32] = table["token_id"].to_numpy()
         self.phases: list[str] = table["phase"].to_pylist()
+        self.roles = _roles(table)
         self.dtypes: dict[str, str] = shared["dtypes"]
         self._values = _columns(table, shared)
         self._layers: int | None = shared.get("layers")  # of the model
@@ -166,6 +169,11 @@ def _columns(table: pa.Table, shared: Mapping[str, Any]) -> dict[str, Callable[[
     dtypes, heads = shared["dtypes"], shared.get("heads", {})
     points = [name for name in table.column_names if name in dtypes]  # in the order of execution
     return {point: partial(_column, table[point], dtypes[point], heads.get(point)) for point in points}
+
+
+def _roles(table: pa.Table) -> list[str] | None:
+    roles = table["role"].to_pylist() if "role" in table.column_names else [None]  # older servers store none
+    return None if None in roles else [ROLES[role or 0] for role in roles]
 
 
 def _same(rows: Rows) -> Rows:

@@ -64,8 +64,9 @@ class ActivationStore(RunReceiver):
         from deployments.activations.writer.writer import Writer
         from deployments.client_data.presets import StoredPresets
         from deployments.client_data.tensors import TensorFiles
+        from deployments.client_data.usage import UsageFiles
         from deployments.permissions import restrict
-        from deployments.readouts.files import ReadoutFiles
+        from deployments.readouts.files import LensFiles, ReadoutFiles
 
         restrict(Path(root))
         self._asked, self._root, self._archive = root, Path(root).resolve(), archive
@@ -79,7 +80,8 @@ class ActivationStore(RunReceiver):
         self._uploader = Uploader(self._root, self._index, target, archive_cache_bytes) if target else None
         self._room = DiskCheck(self._root)
         self._client_data: dict[str, Any] = {"tensors": TensorFiles(self._root), "readouts": ReadoutFiles(self._root)}
-        self._client_data["presets"] = StoredPresets(self._root)
+        self._client_data["lenses"] = LensFiles(self._root)
+        self._client_data |= {"presets": StoredPresets(self._root), "usage": UsageFiles(self._root)}
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
         self._held, self._marker = contextlib.ExitStack(), ""
         self._apart = set[str]()  # nodes that do not share the directory
@@ -207,10 +209,10 @@ class ActivationStore(RunReceiver):
         await asyncio.to_thread(write_limits, self._root, retention)
         return await deleted
 
-    # ---- clients' files and presets
+    # ---- clients' files, presets and usage
 
     async def client_data(self, what: str, method: str, *args: Any) -> Any:
-        """Call a method of clients' `tensors`, `readouts` or `presets`: `client_data("tensors", "read", id)`."""
+        """Call a method of one kind of clients' data: `client_data("tensors", "read", id)`."""
         call = functools.partial(getattr(self._client_data[what], method), *args)
         pool = self._files_pool if method in ("put", "delete") else None
         return await asyncio.get_running_loop().run_in_executor(pool, call)

@@ -86,7 +86,7 @@ LAYOUT = zlib.crc32(repr((_TABLES, RUN_FACTS)).encode()) >> 1
 # A run that another file holds already stays that file's.
 _ADD = """INSERT INTO runs (owner, session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows,
     first_row, offset, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
-_FACT_NAMES = [name for name in RUN_FACTS if name not in ("interventions", "text")]
+_FACT_NAMES = [name for name in RUN_FACTS if name not in ("interventions", "logit_lens", "text")]
 
 _UNFIT = (sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.IntegrityError)  # of values that no row can have
 

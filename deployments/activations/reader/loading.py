@@ -19,6 +19,7 @@ from deployments.activations.segments.schema import file_info
 from deployments.activations.segments.segments import Batch, DamagedError, RunBatches, whole_runs
 from deployments.points.names import COLUMNS, recorded
 from deployments.points.patterns import Patterns
+from deployments.points.token_choices import ROLES
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,6 +37,7 @@ class Run(Mapping[str, Any]):
     token_ids: torch.Tensor  # int32 `[rows]`
     text_offsets: torch.Tensor | None  # characters of prompt + generated text before each token, int32 `[rows]`
     phases: list[str]  # each row's, `"prompt"` or `"generated"`
+    roles: list[str] | None  # each row's, one of `token_choices.ROLES`; None where the run is not of a chat
     tensors: dict[str, torch.Tensor | Patterns]
 
     def __getitem__(self, point: str) -> Any:
@@ -91,6 +93,7 @@ def read_run(
         raise DamagedError(f"run {run.facts.run_id}: {', '.join(bad)} is not as it was written")
     batches = _filled(run, COLUMNS)
     has_offsets = not any(batch["text_offset"].null_count for batch in batches)
+    roles = [role for batch in batches for role in batch["role"].to_pylist()]
     return Run(
         facts=run.facts,
         segment=segment,
@@ -98,6 +101,7 @@ def read_run(
         token_ids=column_of(batches, "token_id"),
         text_offsets=column_of(batches, "text_offset") if has_offsets else None,
         phases=[phase for batch in batches for phase in batch["phase"].to_pylist()],
+        roles=None if None in roles else [ROLES[role] for role in roles],
         tensors={name: values_of(run, name) for name in names},
     )
 

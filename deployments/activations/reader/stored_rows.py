@@ -16,7 +16,8 @@ from deployments.activations.segments.schema import file_info
 from deployments.activations.segments.segments import DamagedError, RunBatches, whole_runs
 from deployments.errors import RequestError
 from deployments.points.names import some
-from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
+from deployments.points.placement import Layout, Role, Turns, is_role, placed
+from deployments.points.token_choices import ROLES, Last, Positions, TokenChoice, resolve
 
 
 def read_rows(path: Path, entry: RunRecord, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
@@ -81,8 +82,27 @@ def _named(run: RunBatches, tokens: TokenChoice) -> Sequence[int]:
 
 def positions_of(run: RunBatches, tokens: TokenChoice, field: str) -> Sequence[int]:
     """Tokens of a stored run by their positions, ascending; RequestError names `field` if it has none such."""
-    choice = placed(tokens, lambda: _text(run, field), field)
+    if is_role(tokens):
+        return _spoken(run, tokens, field)
+    choice = placed(tokens, Layout(lambda: _text(run, field)), field)
     return resolve(choice, run.facts.prompt_tokens, field).of(run.facts.tokens)
+
+
+def _spoken(run: RunBatches, choice: Role, field: str) -> list[int]:
+    """Recorded tokens by their role; RequestError if the run has no roles."""
+    columns = [batch.select(["position", "role", "turn"]).to_pydict() for batch in run.batches if batch.num_rows]
+    positions, roles, turns = ([value for of in columns for value in of[name]] for name in ("position", "role", "turn"))
+    if None in roles:
+        message = (
+            f"the roles of the tokens of run {run.facts.run_id} are not known: it is older, has no messages, or its "
+            "chat template does not show where they are"
+        )
+        raise RequestError(message, field, "unknown_roles")
+    speakers = [""] * (max(turns, default=-1) + 1)
+    for role, turn in zip(roles, turns, strict=True):
+        if turn >= 0:
+            speakers[turn] = "assistant" if ROLES[role] == "reasoning" else ROLES[role]
+    return [positions[row] for row in Turns(roles, turns, speakers).chosen(choice)[0]]
 
 
 def _text(run: RunBatches, field: str) -> tuple[str, Sequence[int]]:

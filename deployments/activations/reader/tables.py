@@ -17,6 +17,7 @@ from deployments.activations.reader.sources import Wanted, chosen, select
 from deployments.activations.segments.columns import DTYPES
 from deployments.activations.segments.segments import RunBatches
 from deployments.points.names import COLUMNS
+from deployments.points.token_choices import ROLES
 
 _RUNS = pa.schema(
     {
@@ -33,6 +34,7 @@ _RUNS = pa.schema(
         "finish_reason": pa.string(),
         "sampling": pa.string(),
         "interventions": pa.string(),
+        "logit_lens": pa.string(),
         "request_id": pa.string(),
         "messages_hash": pa.string(),
         "text": pa.string(),
@@ -85,7 +87,7 @@ def _columns(run: RunBatches, columns: Sequence[str] | None) -> list[str] | None
     """The columns of a run's file that are meant; None where it lacks one."""
     schema = run.batches[0].schema
     if columns is None:
-        return list(schema.names)
+        return [*COLUMNS, *run.types]
     meant = [[name] if name in COLUMNS else list(Wanted(points=[name]).of(schema)) for name in columns]
     return list(dict.fromkeys(chain(*meant))) if all(meant) else None
 
@@ -113,7 +115,7 @@ def record_batches(run: RunBatches, names: Sequence[str], layout: Layout) -> Ite
     for batch in run.batches:
         if batch.num_rows:
             rows, fields = batch.select(names), list[pa.Field]()
-            arrays = [_array(rows[name], run.types.get(name), layout) for name in names]
+            arrays = [_array(name, rows[name], run.types.get(name), layout) for name in names]
             for name, array in zip(names, arrays, strict=True):
                 kind = run.types.get(name)
                 description = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)} if kind else None
@@ -121,7 +123,9 @@ def record_batches(run: RunBatches, names: Sequence[str], layout: Layout) -> Ite
             yield pa.record_batch(arrays, schema=pa.schema(fields))
 
 
-def _array(column: Any, kind: PointType | None, layout: Layout) -> pa.Array:
+def _array(name: str, column: Any, kind: PointType | None, layout: Layout) -> pa.Array:
+    if name == "role":
+        column = pa.DictionaryArray.from_arrays(column, pa.array(ROLES, pa.string()))
     if kind is None:
         return column.cast(pa.string()) if layout.nested and pa.types.is_dictionary(column.type) else column
     if layout.tensors:
@@ -147,4 +151,5 @@ def _run(run: RunBatches) -> Mapping[str, Any]:
         "points": list(run.types),
         "sampling": json.dumps(facts.sampling),
         "interventions": json.dumps(facts.interventions),
+        "logit_lens": json.dumps(facts.logit_lens),
     }

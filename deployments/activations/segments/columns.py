@@ -37,11 +37,14 @@ def to_batch(
     prompt_tokens: int,
     points: Mapping[str, torch.Tensor | Patterns],
     text_offsets: Sequence[int] | None = None,
+    roles: Sequence[int] | None = None,
+    turns: Sequence[int] | None = None,
 ) -> pa.RecordBatch:
     """Lay captured rows out as one record batch, without copying contiguous tensors.
 
     Of each row come its position in prompt + generated, its token and its `text_offset` (characters before it, special
-    tokens included; null where not known), all `[rows]`; tokens from position `prompt_tokens` on count as generated.
+    tokens included; null where not known), role (its index in `ROLES`) and turn (its message, -1 for none; both null
+    where not known), all `[rows]`; tokens from position `prompt_tokens` on count as generated.
     `points` are CPU tensors `[rows, ...features]`, or patterns; bfloat16 is kept as its bits. ValueError if there are
     no rows, lengths differ, or a name, shape, device or dtype is unfit.
     """
@@ -59,6 +62,8 @@ def to_batch(
         pa.DictionaryArray.from_arrays((index >= prompt_tokens).astype(np.int8), PHASE_WORDS),
         pa.array(np.asarray(token_ids, dtype=np.int32)),
         offsets,
+        pa.nulls(rows, pa.int8()) if roles is None else pa.array(np.asarray(roles, dtype=np.int8)),
+        pa.nulls(rows, pa.int16()) if turns is None else pa.array(np.asarray(turns, dtype=np.int16)),
     )
     dtypes = {name: dtype_name(value.dtype) for name, value in points.items()}
     heads = {name: value.heads for name, value in points.items() if isinstance(value, Patterns)}

@@ -25,7 +25,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from deployments.activations.facts import FileInfo, PointType, RunInfo
 from deployments.points.names import COLUMNS
 
-FORMAT = 4
+FORMAT = 5
 PHASES = ("prompt", "generated")
 METADATA_KEY = b"vitrine"
 CHECKSUM = "xxh3"  # of a batch's metadata

@@ -21,6 +21,7 @@ from vitrine.runs.files import MAGIC
 
 _CONTINUES = b"\xff\xff\xff\xff"  # starts each message
 _COPIED = 1 << 16  # values below this many bytes of a batch are copied, and need no map
+LATER = {"role": pa.int8(), "turn": pa.int16()}  # columns that files have since format 5
 _MOST_HEAD = 128 << 20  # bytes of a batch's metadata
 
 
@@ -42,12 +43,18 @@ class Batch:
         return self.select([name])[name]
 
     def select(self, names: Sequence[str] | None = None) -> pa.RecordBatch:
-        """These columns, by default all; DamagedError if their values are outside of the batch, or cut off."""
+        """These columns, by default all; DamagedError if their values are outside of the batch, or cut off.
+
+        Roles and turns are null in files of format 4.
+        """
         # To touch a page of the map that the file no longer has would end the process.
         if (size := self._path.stat().st_size) < self.end:
             raise DamagedError(f"{self._path}: it is cut short: it has {size} bytes, and this batch ends at {self.end}")
         try:
-            rows = self._view if names is None else self._view.select(list(names))
+            rows = self._view
+            for name in LATER.keys() - set(self.schema.names) if names else ():
+                rows = rows.append_column(name, pa.nulls(self.num_rows, LATER[name]))
+            rows = rows if names is None else rows.select(list(names))
             rows.validate(full=True)  # Arrow trusts a file's metadata, and would crash the process
         except (pa.ArrowException, ValueError, KeyError) as error:
             raise DamagedError(f"{self._path}: {error}") from error

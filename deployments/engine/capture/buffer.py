@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class CaptureBuffer:
         failed: Why it records no more.
         chunk_bytes: The size at which `flush` returns rows; None to keep all rows until the end.
         grows: Whether its points include attention patterns.
-        reserve: The most bytes it keeps until the end, if it records only the last rows or a few; else 0.
+        reserve: The most bytes it keeps until the end, if it records only the last rows; else 0.
     """
 
     def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int, max_tokens: int) -> None:
@@ -72,6 +73,7 @@ class CaptureBuffer:
         self._prompt = prompt_tokens
         self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no later token is recorded
         self._next = 0  # the first token not returned yet, recorded or not
+        self._filled_to = 0  # the position after the last token from `fill`
         self.kinds: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], list[Point]] = {}
         self._at: dict[HookSite, list[Point]] = {}
         for point in points:
@@ -106,7 +108,7 @@ class CaptureBuffer:
     @property
     def full(self) -> bool:
         """Whether `flush` returns its rows."""
-        if self._tokens.tail or self._tokens.apart or self.chunk_bytes is None:
+        if self._tokens.tail or self.chunk_bytes is None:
             return False
         return 0 < self.bytes >= self.chunk_bytes
 
@@ -139,6 +141,7 @@ class CaptureBuffer:
             tokens: The number of tokens, wanted or not.
             parts: For each of its kinds, `[points, rows, ...]` of the requested heads and features.
         """
+        self._filled_to = first + tokens
         if self.failed or not (wanted := self.wanted(first, tokens)):
             return
         tail, stop = self._tokens.tail, self._filled + len(wanted)
@@ -190,8 +193,7 @@ class CaptureBuffer:
         """
         if not self.full:
             return None
-        stop = max(self._next, self._tokens.first) + self._filled
-        return self._hand_out(self._tokens.within(self._next, stop), stop, token_ids)
+        return self._hand_out(self._tokens.within(self._next, self._filled_to), self._filled_to, token_ids)
 
     def finish(self, token_ids: Sequence[int]) -> Captured:
         """The remaining rows of a request that has ended.
@@ -250,13 +252,16 @@ class CaptureBuffer:
                 heads = len(self._capture.heads) if self._capture.heads else point.shape[0]
                 values[point.name] = Patterns(own, heads, consecutive)
         self._let_go()
-        self._next = stop
+        seen, self._next = token_ids[self._next : stop], stop
         tokens = [token_ids[position] for position in positions]
-        return Captured(positions, tokens, {name: values[name] for name in self.names})
+        return Captured(positions, tokens, {name: values[name] for name in self.names}, seen)
 
     def _given(self, names: Sequence[str], rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Rows of points [points, rows, ...] in the requested dtype; copied if a view would keep far more memory."""
-        dtype = DTYPES.get(self._capture.dtype, rows.dtype)
+        """Rows of points [points, rows, ...] in the requested dtype, integers in their own.
+
+        They are copied if a view would keep far more memory.
+        """
+        dtype = DTYPES.get(self._capture.dtype, rows.dtype) if rows.is_floating_point() else rows.dtype
         if dtype == rows.dtype:
             given = rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows
         else:
@@ -288,6 +293,9 @@ class CaptureBuffer:
         self._stacks = larger
 
 
+_TOKENS = attrgetter("token_ids"), attrgetter("positions"), attrgetter("seen")
+
+
 def joined(parts: Sequence[Captured]) -> Captured:
     """Join consecutive parts of a recording."""
     if len(parts) == 1:
@@ -296,6 +304,6 @@ def joined(parts: Sequence[Captured]) -> Captured:
     for name in parts[0].values:
         own: list[Any] = [part.values[name] for part in parts]
         values[name] = Patterns.joined(own) if isinstance(own[0], Patterns) else torch.cat(own)
-    token_ids = [token for part in parts for token in part.token_ids]
-    positions = [position for part in parts for position in part.positions]  # consecutive; other rows come in one part
-    return Captured(range(positions[0], positions[-1] + 1) if positions else range(0), token_ids, values)
+    token_ids, positions, seen = ([one for part in parts for one in of(part)] for of in _TOKENS)
+    consecutive = range(positions[0], positions[-1] + 1) if positions else range(0)
+    return Captured(consecutive if len(consecutive) == len(positions) else positions, token_ids, values, seen)

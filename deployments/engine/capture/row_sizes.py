@@ -50,9 +50,7 @@ class RowSizes(NamedTuple):
         return self.fixed * len(positions) + self.each_key * seen
 
     def until_end(self, wanted: Tokens, tokens: int) -> int:
-        """The most that is held until the end of `tokens` tokens: the last rows, or the few that are recorded."""
-        if wanted.apart:
-            return self.of(wanted.of(tokens))
+        """The most that is held until the end of `tokens` tokens, if only the last rows are recorded."""
         if not wanted.tail:
             return 0
         rows = min(2 * wanted.tail + SPARE_ROWS, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,11 +50,14 @@ class LensReader:
     def __init__(self, asking: Sequence[LensRow]) -> None:
         self.asking = asking
         self._of: dict[HookSite, list[int]] = {}  # place -> indices in `asking`
-        for turn, row in enumerate(asking):
+        # Rows of one fitted lens lie together, in any order of lenses.
+        for turn, row in sorted(enumerate(asking), key=lambda numbered: id(numbered[1].lens.fitted)):
             read = (*row.lens.points, *([row.lens.last] if row.lens.last else []))
             for place in dict.fromkeys(point.place for point in read):
                 self._of.setdefault(place, []).append(turn)
         self.places = list(self._of)
+        layers = (zip(row.lens.points, row.lens.layers, strict=True) for row in asking)
+        self._layer = {point.place: layer for pairs in layers for point, layer in pairs}
         self._turns = [(place, turn) for place, turns in self._of.items() for turn in turns]  # of each copied row
         self._index: dict[HookSite, torch.Tensor] = {}  # row numbers [indices] on the place's device
         self._taken: dict[HookSite, torch.Tensor] = {}  # [indices, hidden]
@@ -82,7 +86,7 @@ class LensReader:
         for place in self._of.keys() - self._taken.keys():
             shape = (len(self._of[place]), *place.shape)
             self._taken[place] = torch.full(shape, torch.nan, dtype=place.dtype, device=readout.device)
-        rows = torch.cat([self._taken[place].to(readout.device) for place in self._of])  # [turns, hidden]
+        rows = torch.cat([self._mapped(place).to(readout.device) for place in self._of])  # [turns, hidden]
         if self._uploaded is None:
             self._uploaded = to_device(self._targets(), readout.device)
         targets, last, turns, of = self._uploaded
@@ -102,6 +106,14 @@ class LensReader:
             own = tuple(zip(ids[i][:count], logprobs[i], ranks[i], strict=False))
             results.append(LayerTokens(top, own) if finite[i] else LayerTokens())
         return [tuple(results[i] for i in rows) for rows in self._rows]
+
+    def _mapped(self, place: HookSite) -> torch.Tensor:
+        """The copied rows of a place, [rows, hidden], through the fitted lenses of their requests."""
+        rows, parts = self._taken[place], list[torch.Tensor]()
+        for fitted, turns in itertools.groupby(self._of[place], lambda turn: self.asking[turn].lens.fitted):
+            part, rows = torch.split(rows, [count := len(list(turns)), len(rows) - count])
+            parts.append(fitted.apply(self._layer[place], part) if fitted and place in self._layer else part)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _targets(self) -> list[Array]:
         """The target ids of each copied row, [turns, targets], and where these come from the last layer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from deployments.model.attention.softmax import Softmax
+from deployments.model.attention.reference import Softmax
 from deployments.model.batch import PAGE, Batch, uploaded
 from deployments.model.kv_cache import LayerPages
-
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def takes(query: torch.Tensor, width: int, softmax: Softmax) -> bool:
@@ -36,26 +34,31 @@ def _has_flash(device: torch.device) -> bool:
 
 
 class _Prompts(NamedTuple):
-    """A batch's prompts."""
+    """A batch's prompts, each cut into its chunks."""
 
-    starts: torch.Tensor  # [spans + 1] int32 the first row of each, counted from the first prompt's, and their number
-    key_starts: torch.Tensor  # [spans + 1] int32 the same of the keys that they read
-    longest: int  # the most tokens of a span
+    starts: torch.Tensor  # [pieces + 1] int32 the first row of each, counted from the first prompt's, and their number
+    key_starts: torch.Tensor  # [pieces + 1] int32 the same of the keys that they read
+    longest: int  # the most tokens of a piece
     most_keys: int
     keys: tuple[torch.Tensor, ...]  # the page and offset of each key, int32; empty if all keys are of these rows
 
 
-def _prompts(batch: Batch, device: torch.device) -> _Prompts:
-    spans = batch.spans[batch.singles :]
-    counts, stops = [span.count for span in spans], [span.start + span.count for span in spans]
-    arrays = [np.cumsum([0, *counts]), np.cumsum([0, *stops])]
-    if stops != counts:
-        positions = [np.arange(stop) for stop in stops]
-        pages = [np.asarray(span.kv.pages)[at // PAGE] for span, at in zip(spans, positions, strict=True)]
+def _prompts(batch: Batch, chunk: int, device: torch.device) -> _Prompts:
+    pieces = [
+        (span, low, min(low + chunk, span.start + span.count))
+        for span in batch.spans[batch.singles :]
+        for low in range(span.start // chunk * chunk, span.start + span.count, chunk)
+    ]
+    counts = [stop - max(low, span.start) for span, low, stop in pieces]
+    keys_of = [stop - low for _, low, stop in pieces]
+    arrays = [np.cumsum([0, *counts]), np.cumsum([0, *keys_of])]
+    if keys_of != counts:
+        positions = [np.arange(low, stop) for _, low, stop in pieces]
+        pages = [np.asarray(span.kv.pages)[at // PAGE] for (span, *_), at in zip(pieces, positions, strict=True)]
         arrays += [np.concatenate(pages), np.concatenate(positions) % PAGE]
     sizes = [len(array) for array in arrays]
     starts, key_starts, *keys = torch.split(uploaded(np.concatenate(arrays).astype(np.int32), device), sizes)
-    return _Prompts(starts, key_starts, max(counts), max(stops), tuple(keys))
+    return _Prompts(starts, key_starts, max(counts), max(keys_of), tuple(keys))
 
 
 def attend_prompts(
@@ -67,11 +70,12 @@ def attend_prompts(
     softmax: Softmax,
     out: torch.Tensor,
 ) -> None:
-    """Write the attention of a batch's prompts to `out` [rows, heads, features].
+    """Write the attention of a batch's prompts, whose keys and values are in their pages, to `out`.
 
-    Arguments are as for `c_kernel.attend`, but the rows' keys and values are in their pages.
+    Shapes are as in `reference.attend`; key and value are [1, kv_heads, rows, features].
     """
-    prompts: _Prompts = batch.table(("prompts", query.device), partial(_prompts, batch, query.device))
+    chunk = softmax.chunk or sys.maxsize
+    prompts: _Prompts = batch.table(("prompts", query.device, chunk), partial(_prompts, batch, chunk, query.device))
     first = batch.singles
     keys, values = key[0, :, first:].transpose(0, 1), value[0, :, first:].transpose(0, 1)
     if prompts.keys:
@@ -86,6 +90,6 @@ def attend_prompts(
         prompts.most_keys,
         scale=softmax.scaling,
         window_size=(softmax.window - 1, 0),
-        **_GROUPED,
+        enable_gqa=True,
     )
     out[first:] = attended

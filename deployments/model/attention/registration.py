@@ -9,20 +9,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import byref
 from typing import Any
 
 import torch
 from transformers.modeling_utils import AttentionInterface
 
-from deployments.model.attention import c_kernel, flash, reference, triton_decode
-from deployments.model.attention.softmax import Softmax
+from deployments.model.attention import flash, reference, triton_decode
+from deployments.model.attention.reference import Softmax
 from deployments.model.batch import Batch
 from deployments.model.kv_cache import LayerPages, PagedCache
-from deployments.model.native import attention_kernel
+from deployments.model.native import Call, attention_kernel, worthwhile_threads
 from deployments.model.packing import UnsupportedModelError
-from deployments.places.attention_patterns import ROWS
+from deployments.places.attention_patterns import ROWS, attending, visited
 
 NAME = "vitrine_packed"
+THREAD_PRODUCTS = 500_000  # about 30 microseconds of a thread
 
 
 class _Running(threading.local):
@@ -34,34 +36,22 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def configs_of(model: torch.nn.Module) -> list[Any]:
-    """The configs that select the attention of a model's modules, without repetition."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return list(configs.values())
-
-
 @contextmanager
 def packed_attention(
     configs: Sequence[Any], batch: Batch, cache: PagedCache, batch_invariant: bool = False
 ) -> Iterator[None]:
-    """While open, a model's attention runs a batch over a cache's pages.
+    """While open, the attention of a model with these configs runs a batch over a cache's pages.
 
-    Args:
-        configs: The model's configs from `configs_of`.
-        batch: The rows.
-        cache: The pages.
-        batch_invariant: Compute each token's pattern by itself, so that its bits do not depend on other sequences.
+    If it is batch invariant, each token's pattern is computed by itself: its bits do not depend on other sequences.
     """
-    before = [(config, config._attn_implementation) for config in configs]
+    _running.batch, _running.cache, _running.batch_invariant = batch, cache, batch_invariant
+    cache.begin(batch)
     try:
-        for config, _ in before:
-            config._attn_implementation = NAME
-        _running.batch, _running.cache, _running.batch_invariant = batch, cache, batch_invariant
-        yield
+        with attending(configs, NAME):
+            yield
     finally:
         _running.batch = None
-        for config, name in before:
-            config._attn_implementation = name
+        cache.begin(None)
 
 
 def _attend(
@@ -76,31 +66,33 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **_options: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
     """Attention as called by transformers, for one forward pass of packed rows.
 
     Of query [1, heads, rows, head_dim], key [1, kv_heads, rows, head_dim] and value [1, kv_heads, rows, features] it
     gives [1, rows, heads, features]; and [heads, tokens, keys] for each span whose patterns are shown.
-
-    Raises:
-        TypeError: The model uses a feature that packed rows do not support.
-        UnsupportedModelError: The model is batch invariant, and no kernel takes its dtype.
     """
     batch = _running.batch
     assert batch is not None, "only an engine's forward runs with it"
     if attention_mask is not None or position_bias is not None or is_causal is False or len(query) != 1:
         raise TypeError("its attention has masks of its own")
+    if indices is not None or block_indices is not None:
+        raise TypeError("its attention reads only keys that it selects")
     if not query.dtype == key.dtype == value.dtype or query.shape[1] % key.shape[1]:
         raise TypeError("its queries, keys and values do not fit together")
-    layer = _running.cache.take_new(key, sliding_window or 0)
+    if not query.size(2) == key.size(2) == value.size(2) == batch.rows:
+        raise TypeError("its attention reads other rows than those of the forward pass")
+    window, chunk = sliding_window or 0, 0 if sliding_window else _chunk_of(module)
+    layer = _running.cache.pages_for(key, value, window or chunk)
+    query, key = visited(module, query, key)
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    softmax = Softmax(scaling, sliding_window or 0, softcap or 0.0, s_aux)
+    softmax = Softmax(scaling, window, softcap or 0.0, s_aux, chunk)
     query, key, value = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (query, key, value))
     if layer.by_heads:
-        run = attention_kernel(query.dtype)
-        assert run is not None, "its layout is the kernel's"
-        out = c_kernel.attend(run, batch, layer, query, key, value, softmax)
+        out = by_c_kernel(batch, layer, query, key, value, softmax)
     elif _running.batch_invariant:
         raise UnsupportedModelError(f"batch_invariant needs the attention kernel, which does not take {query.dtype}")
     else:
@@ -112,6 +104,43 @@ def _attend(
 
 
 AttentionInterface.register(NAME, _attend)
+
+
+def by_c_kernel(
+    batch: Batch, layer: LayerPages, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: Softmax
+) -> torch.Tensor:
+    """Write the rows' keys and values to their pages, and attend on a CPU by `paged_attention.c`.
+
+    Query, key and value, shaped as in `_attend`, may have any strides but a last one of 1.
+
+    Returns:
+        [rows, heads, features].
+    """
+    run = attention_kernel(query.dtype)
+    assert run is not None, "its layout is the kernel's"
+    (_, heads, rows, size), width = query.shape, value.shape[3]
+    out = query.new_empty(rows, heads, width)
+    sinks = None if softmax.sinks is None else softmax.sinks.float().contiguous()
+    places = batch.places(query.device)
+    call = Call(
+        *(tensor.data_ptr() for tensor in (query, key, value, layer.keys, layer.values, out)),
+        None if sinks is None else sinks.data_ptr(),
+        *(tensor.data_ptr() for tensor in (places.position, places.start, places.pages, batch.units)),
+        *(stride for tensor in (query, key, value) for stride in (tensor.stride(2), tensor.stride(1))),
+        *(rows, len(batch.units), heads, key.shape[1], size, width, layer.values.shape[3]),
+        *(softmax.window, softmax.chunk, worthwhile_threads(batch.reads * heads * (size + width), THREAD_PRODUCTS)),
+        *(softmax.scaling, softmax.softcap),
+    )
+    if run(byref(call)):
+        raise MemoryError("not enough memory for attention's products")
+    return out
+
+
+def _chunk_of(module: torch.nn.Module) -> int:
+    """The positions of a chunk if the layer has chunks, else 0: transformers says it only by masks, from its config."""
+    config: Any = module.__dict__.get("config")
+    size: int | None = None if config is None else config.__dict__.get("attention_chunk_size")
+    return size if size and config.layer_types[module.layer_idx] == "chunked_attention" else 0
 
 
 def _attend_in_parts(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from deployments.model.attention import reference
-from deployments.model.attention.softmax import Softmax
+from deployments.model.attention.reference import Softmax
 from deployments.model.batch import PAGE, Batch, PagePlaces, SequenceKv, TokenSpan
 from deployments.model.device_memory import is_out_of_memory
 from deployments.model.kv_cache import LayerPages
@@ -24,19 +24,13 @@ LEAST = 16  # rows, columns and depth of a product by tensor cores
 BLOCK_HEADS = LEAST  # of a program; the heads that share a key head are padded to a multiple
 MOST_KEYS = 128  # that a program reads at once
 TILE_BYTES = 32 << 10  # of keys and values that a program reads at once; it keeps two in its shared memory
-NO_WINDOW = (1 << 31) - 1
+NO_WINDOW = (1 << 31) - 1  # nor chunks
 logger = logging.getLogger(__name__)
 TRIED_AT, TRIED_WINDOW = (0, 21, 300), 250  # positions of the rows of a trial
 
 
 def splits_for(rows: int, kv_heads: int, processors: int) -> int:
-    """The number of programs that share a row's keys: a power of two that gives about two waves of programs.
-
-    Args:
-        rows: The number of rows, with a graph's padding.
-        kv_heads: The number of key heads.
-        processors: The number of the GPU's multiprocessors.
-    """
+    """The number of programs that share a row's keys: a power of two that gives a GPU about two waves of programs."""
     splits = 1
     while splits < MOST_SPLITS and 2 * rows * kv_heads * splits < 3 * processors:
         splits *= 2
@@ -65,7 +59,7 @@ def decode_attention(
         layer: The layer's pages, contiguous, of query's dtype.
         places: Where these rows, and maybe further ones, are in the pages.
         softmax: The parameters of the softmax.
-        splits: The number of programs that share a row's keys, from `splits_for`. Its change changes roundings.
+        splits: From `splits_for`; another number rounds differently.
         out: [rows, heads, width], contiguous.
     """
     kernels = triton_kernels()
@@ -85,7 +79,17 @@ def decode_attention(
             *(query, key, value, layer.keys, layer.values),
             *(places.position, places.start, places.pages, softmax.sinks, partial, state),
             *(stride for tensor in (query, key, value) for stride in tensor.stride()[:2]),
-            *(softmax.window or NO_WINDOW, softmax.scaling, heads, kv_heads, dim, width, softmax.softcap, PAGE),
+            *(
+                softmax.window or NO_WINDOW,
+                softmax.chunk or NO_WINDOW,
+                softmax.scaling,
+                heads,
+                kv_heads,
+                dim,
+                width,
+                softmax.softcap,
+                PAGE,
+            ),
             *(BLOCK_HEADS, block_dim, block_width, block_keys),
             num_warps=4,
             num_stages=5,  # two tiles, as page numbers take stages, too

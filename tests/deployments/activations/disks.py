@@ -37,12 +37,6 @@ def room(disk, tmp_path, monkeypatch):
     return lambda size: asyncio.run(room.check(size))
 
 
-@pytest.fixture
-def big(make):
-    """A run that the disk has no room for, though it has for its first part."""
-    return make("big", {POINT: torch.zeros(BYTES // 10, 1)}, parts=4)
-
-
 def fill(path):
     """Take all the room that there is."""
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
@@ -53,17 +47,6 @@ def fill(path):
 def assert_readable(tmp_path, *made):
     for item in made:
         assert torch.equal(read_run(tmp_path / "_/session", item.facts.run_id)[POINT], item.points[POINT])
-
-
-def test_a_full_disk_fails_what_does_not_fit_and_the_next_run_is_stored(make, big, disk, open_sender, tmp_path):
-    sender, before, after = open_sender(), make("before"), make("after")
-    sender.finish(before)
-    with pytest.raises(StoreError, match="No space left.*free space on the disk"):
-        sender.finish(big)
-    assert_readable(tmp_path, before)
-    sender.finish(after)
-    assert sender.listed() == ["after", "before"]
-    assert_readable(tmp_path, before, after)
 
 
 def test_on_a_disk_that_others_have_filled_nothing_is_stored_until_there_is_room(

@@ -15,7 +15,7 @@ os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = "7"  # lists come in pages
 
 
 class ObjectServer:
-    """Serves until `close`.
+    """Serves at an address until `close`.
 
     Attributes:
         port: Where.
@@ -23,11 +23,11 @@ class ObjectServer:
         fails: Decides by method and path whether a request is answered 503 instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.requests: list[tuple[str, str]] = []
         self.fails: Callable[[str, str], bool] = lambda method, path: False
         self._moto = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Handler)
+        self._server = make_server(address, 0, self._answer, threaded=True, request_handler=_Handler)
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from deployments.errors import RequestError
 from tests.waiting import until
 
 POINT = "layers.0.output"
-ROOT = Path(__file__).parents[3]
 
 
 def on_disk(store, session="_/session"):
@@ -177,20 +175,3 @@ def test_an_application_with_another_archive_than_the_running_store_is_refused(o
     with pytest.raises(ValueError, match="AWS_ACCESS_KEY_ID"):
         ActivationStore(str(tmp_path / "other"), "s3://key:s3cret@bucket/store")
     assert not (tmp_path / "other").exists()
-
-
-def test_files_that_are_put_back_before_their_objects_are_removed_keep_them(open_archived, bucket):
-    store = open_archived()
-    store.record("r")
-    store.archived("r")
-    [file] = on_disk(store)
-    data = file.read_bytes()
-    bucket.server.fails = lambda method, path: method in ("DELETE", "POST")
-    store.delete("session")
-    file.parent.mkdir()
-    file.write_bytes(data)
-    store.store._index.look()
-    store.archived("r")
-    bucket.server.fails = lambda method, path: False
-    until(lambda: not store.store._index.select("SELECT path FROM removals"))
-    assert bucket.objects() == [file.name]

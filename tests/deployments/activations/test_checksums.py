@@ -75,12 +75,12 @@ def regions(path: Path) -> dict[str, list[int]]:
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             storage = column.storage if isinstance(column, pa.ExtensionArray) else column
             for buffer in filter(None, storage.buffers()):
-                if buffer.size and name != "text_offset":  # whose values are null
+                if buffer.size and name not in ("text_offset", "role", "turn"):  # whose values are null
                     at = buffer.address - mapped.address
                     found[f"{name} of batch {number} at {at}"] = [at, at + buffer.size - 1]
     return found | {
         "magic": [*range(6)],
-        "schema": [*range(data.index(b'{"architecture"'), data.index(b'{"architecture"') + 90, 7)],
+        "schema": [*range(data.index(b'{"adapter"'), data.index(b'{"adapter"') + 90, 7)],
         "metadata": [*range(data.index(b'{"run_id"'), data.index(b'{"run_id"') + 60, 7)],
         "framing": [ends[0], ends[0] + 4, ends[1] + 4],
         "end of the file": [*range(len(data) - 10, len(data))],

@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-import pyarrow as pa
 import pytest
 import torch
 
 from deployments.activations import read_run, runs
 from deployments.activations.facts import SessionName, StoreError
-from deployments.activations.index.index import Index
-from deployments.activations.segments.segments import batches_of, is_sealed
+from deployments.activations.segments.segments import batches_of
 
 POINT = "layers.0.output"
 SESSION = SessionName(None, "session")
-FSYNC = "deployments.activations.segments.segment_writer.os.fsync"
-
-
-@pytest.mark.parametrize("bare", [False, True], ids=["rows-at-its-end", "bare-end"])
-def test_a_run_is_listed_once_its_last_part_is_there(long, open_sender, tmp_path, bare):
-    sender = open_sender()
-    for part in range(2 + bare):
-        sender.append(long, part)
-        assert (sender.listed(), Index.scanned(tmp_path).sessions()) == ([], [])
-    stored = sender.finish(long, 2 + bare)
-    assert stored.points[POINT][1:] == (0, (6, 4), "float32")
-    assert stored.bytes == sender.files()[0].stat().st_size
-    for _ in ("open", "sealed"):
-        run = read_run(sender.folder, "long")
-        assert torch.equal(run[POINT], long.points[POINT])
-        assert (run.facts, run.positions.tolist()) == (long.facts, list(range(6)))
-        sender.writer.close()
-    assert pa.ipc.open_file(str(sender.files()[0])).read_all().num_rows == 6
-
-
-def test_an_abandoned_run_leaves_nothing_and_its_file_goes_on(make, long, open_sender):
-    sender = open_sender()
-    sender.finish(make("before"))
-    [path] = sender.files()
-    before = path.read_bytes()
-    sender.append(long, 0)
-    assert len(path.read_bytes()) > len(before)
-    sender.abandon(long)
-    assert path.read_bytes() == before
-    with pytest.raises(StoreError, match="abandoned"):
-        sender.append(long, 1)
-    sender.finish(make("after"))
-    for made in (make("before"), make("unknown", session_id="other")):  # stored or unknown: nothing changes
-        sender.abandon(made)
-    alone = make("alone", {POINT: torch.randn(2, 9)}, parts=2)
-    sender.append(alone, 0)
-    sender.abandon(alone)
-    assert sender.files() == [path]  # a file whose only run is abandoned is removed
-    sender.writer.close()
-    assert is_sealed(path)
-    assert pa.ipc.open_file(str(path)).read_all()["run_id"].unique().to_pylist() == ["before", "after"]
 
 
 def test_what_is_withdrawn_is_never_stored_and_what_is_stored_is_not_withdrawn(make, long, open_sender):

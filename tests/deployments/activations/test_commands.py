@@ -9,7 +9,7 @@ import pytest
 import torch
 from storing import store as stored
 
-from deployments.activations.__main__ import main, size
+from deployments.activations.__main__ import main
 from deployments.activations.index.database import index_path
 from deployments.activations.index.index import Index
 from deployments.activations.reader import pulling
@@ -81,11 +81,6 @@ def test_sessions_are_listed_by_owner_without_an_index_and_beside_a_running_serv
     index_path(store).unlink()
     assert [line.split()[:3] for line in cli("ls")[1].splitlines()[1:]] == wanted
     assert not index_path(store).exists()
-
-
-@pytest.mark.parametrize(("count", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")])
-def test_sizes_are_said_in_binary_units(count, said):
-    assert size(count) == said
 
 
 def test_an_export_says_what_it_wrote_and_refuses_to_overwrite(cli, tmp_path):

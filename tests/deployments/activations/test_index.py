@@ -10,16 +10,14 @@ import sqlite3
 import tempfile
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.accounts import Account
 from deployments.activations import runs
 from deployments.activations.actors.reader import ActivationReader
 from deployments.activations.facts import SessionName
@@ -27,9 +25,7 @@ from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.index import database
 from deployments.activations.index.database import index_path
 from deployments.activations.index.index import Index
-from deployments.activations.segments.segments import whole_runs
 from deployments.activations.writer.writer import Writer
-from deployments.errors import RequestError
 
 LONG_AGO = 1_700_000_000_000_000_000  # ns: files that changed just now are read again in any case
 A = SessionName(None, "a")
@@ -81,34 +77,6 @@ def reads(root, monkeypatch):
     seen, read = [], database.whole_runs
     monkeypatch.setattr(database, "whole_runs", lambda path: seen.append(path.name) or read(path))
     return seen
-
-
-def test_a_session_sums_up_its_runs_and_lists_where_each_of_their_points_lies(make, open_writer, tmp_path):
-    writer = open_writer()
-    for run_id in ("r0", "r1"):
-        made = make(run_id, created=float(run_id[1]), tags={"k": "v"}, sample_id="s", text="no part of lists")
-        writer.submit(made.facts, made.batches).result()
-    [file] = tmp_path.glob("_/session/*.arrow")
-    session = writer._index.session(SessionName(None, "session"))
-    first, run = session.pop("runs")
-    assert session == {
-        **{"id": "session", "owner": None, "tokens": 6, "bytes": file.stat().st_size, "models": ["model"]},
-        **{"created": 0.0, "updated": 1.0, "pinned": False},
-        "files": [{"name": file.name, "uri": file.as_uri(), "bytes": file.stat().st_size, "sealed": False}],
-    }
-    second = [*whole_runs(file)][1]
-    assert run == {
-        **{"run_id": "r1", "session_id": "session", "owner": None, "model": "model", "created": 1.0},
-        **{"prompt_tokens": 2, "tokens": 3, "sample_id": "s", "tags": {"k": "v"}, "finish_reason": None},
-        **{"file": file.name, "offset": second.offset, "bytes": second.bytes},
-        "points": {"layers.0.output": {"uri": file.as_uri(), "first_row": 3, "shape": [3, 4], "dtype": "float32"}},
-    }
-    assert (first["offset"], first["bytes"] + run["bytes"]) == (0, file.stat().st_size)
-    assert writer._index.session(SessionName("alice", "session")) is None
-    assert writer._index.find("r1") == second.entry(f"_/session/{file.name}", file.as_uri())._replace(
-        facts=replace(made.facts, text=None)
-    )
-    assert writer._index.find("r1", "alice") is writer._index.find("none") is None
 
 
 # ---- the database is only a copy of what the files say
@@ -266,29 +234,6 @@ def test_a_file_that_could_not_be_read_is_no_shorter_one_and_listed_once_it_can_
 # ---- names, filters and pages
 
 
-def test_a_session_is_named_by_its_id_and_where_several_owners_have_it_by_these(make, tmp_path):
-    owners = ((None, "x"), ("bob", "x"), ("alice", "x"), ("alice", "y"), ("bob", "y"), ("root", "z"), ("bob", "z"))
-    write(tmp_path, *(make("r", owner=owner, session_id=session) for owner, session in owners))
-    alice, carol, admin = Account("alice", is_admin=False), Account("carol", is_admin=False), Account("root")
-    with closing(Index.open(tmp_path)) as index:
-        for asked, owner in (
-            (("x", alice), "alice"),
-            (("x", admin), None),  # that without an owner
-            (("z", admin), "root"),  # their own
-            (("x", admin, "bob"), "bob"),
-        ):
-            assert index.named(*asked) == SessionName(owner, asked[0])
-        for nothing in (("x", carol), ("x", alice, "bob"), ("none", admin), ("y", admin, "carol")):
-            assert index.named(*nothing) is None
-        with pytest.raises(RequestError, match="alice, bob have a session 'y' each: name one") as refused:
-            index.named("y", admin)
-        assert (refused.value.status, refused.value.field) == (409, "owner")
-        names = [(one["id"], one["owner"]) for one in index.sessions()]
-        assert names == sorted(((session, owner) for owner, session in owners), key=lambda one: (one[0], one[1] or ""))
-        assert [one["owner"] for one in index.sessions(1, "x@alice")] == ["bob"]
-        assert [one["id"] for one in index.sessions(1, "x")] == ["y"]
-
-
 texts = st.sampled_from(["a", "b", "a=b", '"', "\n", "\u00e9", '"a":"b"', "%"])
 times = st.sampled_from([0.0, 1.5, 2.0, 1e9])
 made_runs = st.lists(
@@ -335,6 +280,7 @@ def paged(ask, limit, key):
     return found
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(made_runs, st.lists(filters, min_size=1, max_size=5), st.integers(1, 4))
 def test_every_filter_gives_the_runs_that_fit_page_by_page_from_the_writer_and_from_files(make, drawn, asked, limit):
     with tempfile.TemporaryDirectory() as folder:

@@ -8,8 +8,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from storing import store
@@ -25,7 +23,7 @@ from deployments.activations.segments.verify import verify
 from deployments.points.patterns import Patterns
 from vitrine.connection import transport
 from vitrine.runs import fetching
-from vitrine.runs.files import head_length, stream_of
+from vitrine.runs.files import head_length
 
 POINT, WEIGHTS, OTHER = "layers.1.output", "layers.1.attention.weights", "norm.output"
 
@@ -214,22 +212,6 @@ def test_errors_say_why(server, tmp_path):
 
 
 # ---- cutting a run out of a file by its bytes
-
-
-def test_a_run_is_cut_out_of_its_file_by_its_bytes(root, made):
-    index = Index.scanned(root)
-    for one in made:
-        entry = index.find(one.facts.run_id)
-        data = (root / entry.path).read_bytes()
-        length = head_length(data[: 64 << 10])
-        run = data[entry.offset : entry.offset + entry.bytes]
-        with pa.ipc.open_stream(stream_of(data[:length], run)) as stream:
-            rows = stream.read_all()
-        assert rows["run_id"].unique().to_pylist() == [one.facts.run_id]
-        assert rows["position"].to_pylist() == list(range(len(rows)))
-        if POINT in one.points:
-            bits = rows[POINT].combine_chunks().to_numpy_ndarray()
-            assert np.array_equal(bits, one.points[POINT].view(torch.uint16).numpy())
 
 
 def test_a_head_that_is_cut_short_is_none_and_other_files_are_refused(root):

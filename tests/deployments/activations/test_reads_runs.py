@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import struct
@@ -46,10 +47,12 @@ def enlarge(file: Path, begin: int) -> None:
     header = data[begin : begin + 8 + size]
     places = [place for place in range(size) if header[place : place + 8] == struct.pack("<q", ROWS)]
     places += [place for place in range(0, size, 8) if header[place : place + 8] == struct.pack("<q", ROWS * WIDTH)]
-    for other in places:  # one of them is the length of a buffer, which Arrow would miss
+    for others in itertools.combinations(
+        places, 2
+    ):  # the lengths of two buffers of a byte each, which Arrow would miss
         changed = bytearray(header)
         for place in places:
-            if place != other:
+            if place not in others:
                 struct.pack_into("<q", changed, place, many * struct.unpack_from("<q", header, place)[0])
         content = data[:begin] + changed + data[begin + len(header) :]
         reader = pa.ipc.open_stream(content[8:])

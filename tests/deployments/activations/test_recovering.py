@@ -7,11 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-import pyarrow as pa
 import pytest
 import torch
 
-from deployments.activations import read_run, runs
+from deployments.activations import runs
 from deployments.activations.files.disk import create, directory
 from deployments.activations.index.index import Index
 from deployments.activations.segments.segments import whole_runs
@@ -37,19 +36,6 @@ def left_files(make, long, open_sender):
         path.unlink(missing_ok=True)
         path.write_bytes(data)
     return sorted(files)
-
-
-def test_a_file_is_sealed_behind_its_last_whole_run_or_removed_where_it_has_none(left_files, tmp_path):
-    kept, removed = left_files
-    before = {run.facts.run_id: run.first_row for run in whole_runs(kept)}
-    values = {name: read_run(kept, name)[POINT].clone() for name in before}
-    recover(tmp_path)
-    assert not removed.exists()
-    assert verify(kept).state == "whole"
-    assert {run.facts.run_id: run.first_row for run in whole_runs(kept)} == before == {"a": 0, "b": 3}
-    assert all(torch.equal(read_run(kept, name)[POINT], rows) for name, rows in values.items())
-    assert pa.ipc.open_file(str(kept)).read_all()["run_id"].unique().to_pylist() == ["a", "b"]
-    assert list(tmp_path.rglob(".new-*")) == []
 
 
 def test_a_file_that_a_writer_left_beside_one_that_runs_is_sealed_too(left_files, open_sender, monkeypatch):

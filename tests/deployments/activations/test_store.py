@@ -16,7 +16,6 @@ from deployments.activations.actors import store as stores
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import RunEnd, SessionName, StoreError
-from deployments.activations.filters import MOST_BYTES
 from deployments.activations.index.database import index_path
 from deployments.activations.limits import Retention
 from deployments.activations.segments.schema import Packed
@@ -61,31 +60,6 @@ def test_a_run_in_parts_gives_rows_once_it_is_whole_and_no_more_when_it_is_delet
     assert torch.equal(tensors(ask())["0"], kept.points["p"][:5])
     assert store.delete("session")
     assert (ask(), store.session("session"), store.delete("session")) == (None, None, False)
-
-
-def test_a_file_is_given_in_parts_of_4_mib_at_most(store, make):
-    made = make("r", {POINT: torch.randn(MOST_BYTES // 4000, 1500)})
-    store.write(made.facts, made.batches)
-    [file] = store.session("session")["files"]
-    data, found = (store.root / "_/session" / file["name"]).read_bytes(), b""
-    while part := store.file("session", file["name"], len(found)).data:
-        assert len(part) <= MOST_BYTES
-        found += part
-    assert found == data
-    assert len(data) == file["bytes"] > MOST_BYTES
-    [run] = store.session("session")["runs"]
-    assert (run["file"], run["offset"], run["bytes"]) == (file["name"], 0, len(data))
-    assert store.file("session", file["name"], 10, 30) == (data[10:30], 10, len(data))
-    assert store.file("session", file["name"], len(data) + 5).data == b""
-    store.append(SESSION, "open", 0, make("open", {POINT: torch.randn(9, 1500)}, parts=3).batches[:1])
-    assert store.file("session", file["name"]).length == len(data)  # what is not durable is not given
-    for nothing in (("session", "none.arrow"), ("session", ".pinned"), ("other", file["name"]), ("session", "..")):
-        assert store.file(*nothing) is None
-    (store.root / "_/session" / file["name"]).unlink()
-    for ask in (lambda: store.file("session", file["name"]), lambda: store.rows("r", [[POINT]], "all", 1 << 30)):
-        with pytest.raises(RequestError, match="was removed") as gone:
-            ask()
-        assert gone.value.status == 410
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["index-kept", "index-lost"])

@@ -13,11 +13,14 @@ import pytest
 import torch
 from storing import store as stored
 
+from deployments.activations import read_run
+from deployments.activations.reader.row_index import index_rows
 from deployments.activations.reader.sources import segments
 from deployments.activations.reader.tables import runs_table, table
 from deployments.errors import RequestError
 from deployments.points.names import COLUMNS
 from deployments.points.patterns import Patterns
+from vitrine.runs.rows import of_files
 
 POINT, HEADS, WEIGHTS = "layers.1.output", "layers.1.attention.heads", "layers.1.attention.weights"
 
@@ -76,6 +79,19 @@ def test_a_table_holds_the_stored_bits_row_by_row(store, made):
     assert torch.equal(torch.from_numpy(bits.copy()).view(torch.bfloat16), joined(made, POINT))
     assert found[HEADS].combine_chunks().to_numpy_ndarray().shape == (90, 2, 3)
     assert found.schema.field(HEADS).metadata == {b"dtype": b"float16", b"shape": b"[2, 3]"}
+
+
+def test_files_without_roles_are_read_like_others(make, tmp_path):
+    made, old = make("new"), make("old", session_id="older")
+    old = old._replace(batches=[batch.drop_columns(["role", "turn"]) for batch in old.batches])
+    stored(tmp_path, made, old)
+    assert table(tmp_path, ["role", "turn"]).to_pylist() == [{"role": None, "turn": None}] * 6
+    assert table(tmp_path).num_rows == len(index_rows(tmp_path, ["layers.0.output"])) == 6
+    run = read_run(tmp_path, "old", verify=True)
+    assert (run.roles, len(run.token_ids)) == (None, 3)
+    assert next(of_files(segments(tmp_path, "older")[0])).roles is None
+    with pytest.raises(RequestError, match="roles of the tokens of run old are not known"):
+        index_rows(tmp_path, ["layers.0.output"], session="older", tokens={"role": "user"})
 
 
 def test_a_plain_table_holds_numbers(store, made):
@@ -152,11 +168,10 @@ def test_what_fits_no_table_is_refused(store, given, error, match):
         table(store, **given)
 
 
-@pytest.mark.parametrize("bfloat16", ["float32", "bits"])
-def test_ray_reads_every_row_with_its_run(cluster, store, made, bfloat16):
+def test_ray_reads_every_row_with_its_run(cluster, store, made):
     from deployments.activations.reader.ray_data import ray_dataset
 
-    found = ray_dataset(store, [POINT, HEADS], bfloat16=bfloat16, override_num_blocks=3)
+    found = ray_dataset(store, [POINT, HEADS], bfloat16="bits", override_num_blocks=3)
     assert found.count() == 90
     batches = list(found.iter_batches(batch_size=32))
     rows = {
@@ -172,5 +187,5 @@ def test_ray_reads_every_row_with_its_run(cluster, store, made, bfloat16):
             token, phase, got, its_heads = rows[one.facts.run_id, i]
             assert (token, phase) == (100 + i, "generated" if i == one.facts.prompt_tokens else "prompt")
             got = torch.from_numpy(np.array(got))
-            assert torch.equal(got if bfloat16 == "float32" else got.view(torch.bfloat16).float(), value.float())
+            assert torch.equal(got.view(torch.bfloat16), value)
             assert torch.equal(torch.from_numpy(np.array(its_heads)), heads)

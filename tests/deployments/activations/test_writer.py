@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 import threading
 
 import pytest
@@ -92,24 +91,6 @@ def test_a_full_disk_fails_the_run_that_does_not_fit_alone(make, open_writer, tm
     assert path.stat().st_size == length
     write(writer, make("after"), big)
     assert [run.run_id for run in runs(tmp_path / "_/session")] == ["before", "after", "big"]
-
-
-def test_a_root_that_is_away_fails_runs_until_it_is_back(make, open_writer, tmp_path):
-    writer, away = open_writer(), tmp_path.with_name("away")
-    write(writer, make("a"))
-    tmp_path.rename(away)
-    for name in "bc":
-        with pytest.raises(StoreError, match="put the directory back"):
-            write(writer, make(name))
-    away.rename(tmp_path)
-    write(writer, make("d"))
-    assert [run.run_id for run in runs(tmp_path / "_/session")] == ["a", "d"]
-    shutil.rmtree(tmp_path)
-    with pytest.raises(StoreError, match="put the directory back"):
-        write(writer, make("e"))
-    tmp_path.mkdir()
-    write(writer, make("e"))
-    assert [run.run_id for run in runs(tmp_path / "_/session")] == ["e"]
 
 
 def test_nothing_is_written_or_deleted_through_a_link_or_outside_of_the_root(

@@ -149,6 +149,14 @@ def write_both(root: Path) -> None:
     wait_for(reader, "other", {"kept", "told"})
     assert len(node_writers(str(root))) == 1
 
+    ray.get(there.begin.remote("other", "unfinished"))
+    ray.kill(there)
+    until(lambda: not node_writers(str(root)))  # a node without a replica has no actor that would keep it
+    _, there = replicas(root, store)
+    assert ray.get(there.writes_itself.remote())
+    check_stored(ray.get(there.store.remote("other", "after")), "other", "after")
+    wait_for(reader, "other", {"kept", "told", "after"})
+
 
 def write_through_the_head(root: Path) -> None:
     store = connect(str(root))

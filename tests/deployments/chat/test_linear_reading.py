@@ -18,8 +18,8 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from deployments.chat import response_templates
 from deployments.chat.call_values import parsed
-from deployments.chat.marks import MAX_MARK, MarkSearch, begun_answer
-from deployments.chat.reader import AnswerReader, TrimmedText
+from deployments.chat.marks import MAX_MARK, begun_answer
+from deployments.chat.reader import AnswerReader
 from deployments.chat.template import ChatFormat
 from deployments.engine.decoding.text import MOST_WAITING, TextStream
 from deployments.engine.request import Delta, Finished, Request
@@ -91,8 +91,8 @@ def searched(monkeypatch):
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("flood", FLOODS)
 def test_twice_the_text_takes_twice_the_searching(name, flood, searched):
-    reader, text, work = AnswerReader(template(name), "", TOOLS, streamed=True), (flood * 2048)[:2048], []
-    for half in (text[:1024], text[1024:]):
+    reader, text, work = AnswerReader(template(name), "", TOOLS, streamed=True), (flood * 1024)[:1024], []
+    for half in (text[:512], text[512:]):
         for character in half:
             reader.add(character)
         so_far = searched[0]
@@ -100,7 +100,7 @@ def test_twice_the_text_takes_twice_the_searching(name, flood, searched):
         work.append(searched[0])
         searched[0] = so_far
     assert work[1] <= 2.2 * work[0] + 8 * MAX_MARK
-    assert work[1] <= 2048 * 4 * MAX_MARK
+    assert work[1] <= 1024 * 4 * MAX_MARK
 
 
 def test_a_flood_of_whitespace_before_a_call_is_searched_once_and_belongs_to_the_call(searched):
@@ -112,19 +112,6 @@ def test_a_flood_of_whitespace_before_a_call_is_searched_once_and_belongs_to_the
 def test_a_mark_longer_than_any_is_content():
     text = "[TOOL_CALLS]" + "f" * MAX_MARK + '[ARGS]{"x": 1}'
     assert read("named", text) == read("named", [text]) == (text, [], "")
-
-
-def test_no_search_sees_more_than_two_windows(monkeypatch):
-    find, lengths = MarkSearch.find, []
-
-    def watched(self, text, at, last):
-        lengths.append(len(text))
-        return find(self, text, at, last)
-
-    monkeypatch.setattr(MarkSearch, "find", watched)
-    for flood in FLOODS:
-        read("tagged", [flood * 1000, "x"])
-    assert max(lengths) <= 2 * MAX_MARK
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -211,11 +198,6 @@ def test_arguments_that_never_end_are_searched_once(text, searched):
 def test_a_call_has_a_bounded_number_of_arguments():
     call = CALLS["tagged"].replace("<parameter=x> 1 </parameter>", "<parameter=x> 1 </parameter>" * 257)
     assert read("tagged", [call]) == (call, [], "")
-
-
-def test_whitespace_between_thoughts_is_joined_once():
-    trimmed = TrimmedText()
-    assert [trimmed.add(text) for text in ["  ", "a", *" " * 1000, "b ", " "]][-3:] == ["", " " * 1000 + "b", ""]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +9,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from deployments.chat.prompts import Prompts
-from deployments.chat.template import ChatFormat
 from deployments.chat.token_texts import TokenTexts
-from deployments.job import Job, Text
+from deployments.job import Job
 
 TEXTS = ["Tom has 3 boxes.", "", "  two spaces", "Ünï 北京 🧮", "so <|im_end|> it is"]
 
@@ -53,15 +51,6 @@ def test_a_text_is_repeated_as_it_was_sent_and_its_tokens_cut_it(name, text, dem
         assert echo.offsets[0] == 0
 
 
-def test_token_ids_are_repeated_with_their_special_tokens(demo):
-    prompts, tokenizer = prompts_of(demo.tokenizer), demo.tokenizer
-    ids = [tokenizer.eos_token_id, *tokenizer("Tom")["input_ids"], tokenizer.eos_token_id]
-    (prompt,) = prompts.of(Job("", prompts=[ids]))
-    echo = prompts.echo(prompt)
-    assert echo.text == f"{tokenizer.eos_token}Tom{tokenizer.eos_token}"
-    assert (echo.offsets[1], echo.offsets[-1]) == (len(tokenizer.eos_token), len(tokenizer.eos_token) + 3)
-
-
 def test_bytes_that_are_no_character_are_repeated_too(byte_tokenizer):
     prompts = prompts_of(byte_tokenizer)
     (prompt,) = prompts.of(Job("", prompts=[byte_tokenizer("€")["input_ids"][:2] + byte_tokenizer("a")["input_ids"]]))
@@ -69,16 +58,6 @@ def test_bytes_that_are_no_character_are_repeated_too(byte_tokenizer):
     assert echo.text.endswith("a")
     assert "\ufffd" in echo.text
     assert list(echo.offsets) == sorted(echo.offsets)
-
-
-def test_a_chats_tokens_are_those_of_the_template_as_it_is_told(demo):
-    tokenizer = copy.deepcopy(demo.tokenizer)
-    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
-    prompts = prompts_of(tokenizer, ChatFormat(tokenizer, demo.hf))
-    chat = [{"role": "user", "content": "2+2"}]
-    for told, text in (({}, "2+2"), ({"enable_thinking": True}, "2+2<think>")):
-        tokens = prompts.tokenize(Text(messages=chat, template_kwargs=told, add_special_tokens=False))["tokens"]
-        assert tokens == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_a_part_of_a_text_has_only_its_own_spaces(demo):

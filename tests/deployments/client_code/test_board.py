@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from deployments.accounts import Account
 from deployments.client_code import board as board_module
 from deployments.client_code.board import Board
 from deployments.client_code.job import Update
@@ -42,17 +41,6 @@ async def test_a_listener_hears_what_becomes_of_its_jobs_in_order_and_of_no_othe
     updates = [("RUNNING", ""), ("LOG", "one"), ("LOG", "two"), ("COMPLETED", "")]
     await board.post([Update(job, status, text) for status, text in updates], [])
     assert [(update.status, update.description) for update in await board.updates(mine)] == updates
-
-
-@on_a_loop
-async def test_a_waiting_listener_is_woken(board):
-    listener = await board.listen()
-    job = await board.open(listener)
-    waiting = asyncio.ensure_future(board.updates(listener))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await board.post([Update(job, "RUNNING")], [])
-    assert [update.status for update in await waiting] == ["RUNNING"]
 
 
 @on_a_loop
@@ -137,18 +125,6 @@ async def test_there_are_only_so_many_jobs_and_listeners(board, monkeypatch):
     for ask in (board.open, board.updates):
         with pytest.raises(RequestError, match="subscribe first"):
             await ask("nobody")
-
-
-@on_a_loop
-async def test_a_job_and_a_listener_of_another_key_are_as_if_there_were_none(board):
-    mine, theirs = await board.listen("alice"), await board.listen("bob")
-    job = await board.open(mine, "alice")
-    with pytest.raises(RequestError, match="subscribe first"):
-        await board.open(mine, "bob")
-    assert await board.open(theirs, "bob")
-    assert await board.latest(job, Account("bob", is_admin=False)) is None
-    assert await board.latest(job, Account("alice", is_admin=False))
-    assert await board.latest(job, Account("root"))
 
 
 @on_a_loop

@@ -183,18 +183,6 @@ def test_a_job_that_is_killed_leaves_no_process_to_the_first_one(runner, board, 
         call("prctl", PR_SET_CHILD_SUBREAPER, 0)
 
 
-def test_another_revision_and_the_repositorys_own_code_are_refused(runner, board):
-    async def refusals() -> list[str]:
-        found = []
-        for key in (ModelKey(repo_id="m", revision="v2"), ModelKey(repo_id="m", trust_remote_code=True)):
-            with pytest.raises(RequestError) as refused:
-                await runner.run(CodeJob("j", b"", False, {}, key, False))
-            found.append(refused.value.code)
-        return found
-
-    assert asyncio.run(refusals()) == ["revision_not_served", "remote_code_not_allowed"]
-
-
 # Last: the tests above share the runner.
 def test_a_runner_that_is_closed_leaves_no_process(runner, board, looping, eventually):
     async def pids() -> list[int]:

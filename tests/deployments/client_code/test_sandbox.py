@@ -436,13 +436,6 @@ def best():
     return processes.sandbox(gpu=False)
 
 
-def test_under_a_closed_umask_the_same_sandbox_is_found(best):
-    assert best.on
-    assert "missing" in str(best)
-    with closed_umask():
-        assert processes.sandbox(gpu=False) == best
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")
 @pytest.mark.parametrize("own_files", [False, True])
 def test_a_sandbox_is_not_taken_where_its_user_cannot_reach_a_library(tmp_path, own_files):

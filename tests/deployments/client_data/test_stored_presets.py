@@ -43,15 +43,6 @@ def test_a_preset_comes_back_as_it_was_sent_also_from_who_starts_again(files, tm
     assert listed == {name: value for name, value in kept.items() if name not in ("interventions", "capture")}
 
 
-def test_another_of_its_name_takes_its_place(files, tmp_path):
-    files.put(preset(description="first"), USER)
-    files.put(preset(capture=CAPTURE, interventions=[]), USER)
-    for one in (files, StoredPresets(tmp_path)):
-        assert one.get("p")["capture"] == CAPTURE
-        assert one.get("p")["description"] is None
-        assert len(one.list(10, None)) == 1
-
-
 def test_each_is_a_file_and_one_that_cannot_be_read_is_passed_over(files, tmp_path, caplog):
     files.put(preset("mine"), Account("ann", is_admin=False))
     files.put(preset("all"), OPERATOR)
@@ -130,16 +121,6 @@ def test_only_an_admin_makes_changes_or_unmakes_a_default(files):
         assert (refused.value.status, refused.value.code) == (403, "insufficient_permissions")
     assert defaults(files) == {"m": "theirs"}
     files.put(preset("mine"), USER)
-
-
-def test_only_what_changes_a_default_is_news(files):
-    files.put(preset("a", model="m", default=True), OPERATOR)
-    version, _ = files.defaults(None)
-    files.put(preset("b"), OPERATOR)
-    files.delete("b")
-    assert files.defaults(version) is None
-    files.put(preset("a", model="m", default=True, description="changed"), OPERATOR)
-    assert files.defaults(version) is not None
 
 
 def test_size_and_number_are_bounded(files, monkeypatch):

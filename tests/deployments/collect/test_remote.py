@@ -39,7 +39,7 @@ class FlakyServer:
         return httpx.Response(status, json=body, request=request)
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 504, 0])
+@pytest.mark.parametrize("status", [500, 503, 0])
 @pytest.mark.parametrize("count", [0, 2, 4])
 def test_no_run_is_stored_twice_where_an_answer_is_lost(
     count: int, status: int, monkeypatch: pytest.MonkeyPatch

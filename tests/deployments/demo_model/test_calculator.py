@@ -1,10 +1,8 @@
-from fractions import Fraction
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.demo_model.calculator import MAX_LENGTH, CalculatorError, answer_call, calculate, work_out
+from deployments.demo_model.calculator import MAX_LENGTH, CalculatorError, answer_call, calculate
 
 
 @pytest.mark.parametrize(
@@ -79,29 +77,6 @@ def test_any_expression_has_a_value_or_a_reason(expression: str) -> None:
     assert answer_call("calculator", f'{{"expression": "{expression}"}}')
 
 
-trees = st.recursive(
-    st.integers(0, 9999).map(lambda n: (str(n), Fraction(n))),
-    lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(
-        lambda t: (f"({t[0][0]}{t[1]}{t[2][0]})", _combine(t[0][1], t[1], t[2][1]))
-    ),
-    max_leaves=8,
-)
-
-
-def _combine(a: Fraction, sign: str, b: Fraction) -> Fraction:
-    return {"+": a + b, "-": a - b, "*": a * b}[sign]
-
-
-@given(st.fractions(-50, 50, max_denominator=50), st.integers(-30, 30))
-def test_powers_agree_with_fractions(base: Fraction, exponent: int) -> None:
-    expression = f"({base.numerator}/{base.denominator})**({exponent})"
-    if base or exponent >= 0:
-        assert work_out(expression) == base**exponent
-    else:
-        with pytest.raises(CalculatorError, match="division by zero"):
-            work_out(expression)
-
-
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=25))
 def test_towers_and_products_of_powers_end_at_once(numbers: list[int]) -> None:
     for sign in ("**", "**-", "**9*", "**99/"):
@@ -110,19 +85,12 @@ def test_towers_and_products_of_powers_end_at_once(numbers: list[int]) -> None:
         assert result.startswith("error: ") or len(result) < 2 * 1100
 
 
-@given(trees)
-def test_integer_expressions_agree_with_fractions(tree: tuple[str, Fraction]) -> None:
-    assert calculate(tree[0]) == str(tree[1])
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
         ("calculator", '{"expression": "2*3"}', "6"),
         ("calculator", '{"expression": "1/0"}', "error: division by zero"),
         ("calculator", "{", "error: the arguments must be JSON"),
-        ("calculator", '{"x": 1}', "error: the arguments must be JSON"),
-        ("calculator", "[1]", "error: the arguments must be JSON"),
         ("search", "{}", "error: there is no tool 'search'"),
     ],
 )

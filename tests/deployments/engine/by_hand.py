@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deployments.engine.edits import Edit
 from deployments.model.model import Model, import_nnsight
+from deployments.model.references import by_hooks, envoy_of
 from deployments.places.hook_site import HookSite, Point
 from deployments.points.capture import Capture
 
@@ -61,55 +62,30 @@ def _in_order(edits: Sequence[Edit]) -> dict[HookSite, list[Edit]]:
 def _changed(value: Any, edits: Sequence[Edit], seen: Values) -> Any:
     """What takes the place of a module's value of one sequence; says in `seen` what it is at each point."""
     tensor = value[0] if isinstance(value, tuple) else value
-    new = tensor
-    for edit in edits:
-        new = by_hand(edit, new.reshape(-1, *edit.point.shape)).reshape(tensor.shape)
+    new = _each(edits, tensor)
     for at in {edit.point for edit in edits}:
         seen[at.name] = new.reshape(-1, *at.shape).clone()
     return (new, *value[1:]) if isinstance(value, tuple) else new
 
 
-@torch.inference_mode()
+def _each(edits: Sequence[Edit], rows: torch.Tensor) -> torch.Tensor:
+    for edit in edits:
+        rows = by_hand(edit, rows.reshape(-1, *edit.point.shape)).reshape(rows.shape)
+    return rows
+
+
 def hooked(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[torch.Tensor, Values]:
     """[tokens, vocabulary] logits, and each edited point's value, of one forward with plain hooks."""
-    seen: Values = {}
-
-    def before(mine: Sequence[Edit]) -> Callable[..., Any]:
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if args:
-                return (_changed(args[0], mine, seen), *args[1:]), kwargs
-            name = next(iter(kwargs))
-            return (), kwargs | {name: _changed(kwargs[name], mine, seen)}
-
-        return hook
-
-    def after(mine: Sequence[Edit]) -> Callable[..., Any]:
-        return lambda _, args, output: _changed(output, mine, seen)
-
-    with ExitStack() as hooks:
-        for place, mine in _in_order(edits).items():
-            module = model.hf.get_submodule(place.module)
-            if place.side == "input":
-                hooks.callback(module.register_forward_pre_hook(before(mine), with_kwargs=True).remove)
-            else:
-                hooks.callback(module.register_forward_hook(after(mine)).remove)
-        ids = torch.tensor([list(tokens)], device=model.hf.device)
-        logits = model.hf(input_ids=ids, use_cache=False).logits[0]
-    return logits.cpu(), {name: value.cpu() for name, value in seen.items()}
-
-
-def _envoy(model: Model, place: HookSite) -> Any:
-    found = model.nnsight
-    for part in place.module.split("."):
-        found = found[int(part)] if part.isdigit() else getattr(found, part)
-    return found
+    changes = {mine[0].point: functools.partial(_each, mine) for mine in _in_order(edits).values()}
+    values = by_hooks(model.hf, tokens, list({edit.point: None for edit in edits}), changes)
+    return values.pop("logits").roll(-1, 0), values
 
 
 @torch.inference_mode()
 def traced(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[torch.Tensor, Values]:
     """The same by nnsight's `trace`."""
     nnsight = import_nnsight()
-    places = [(place.side, mine, _envoy(model, place)) for place, mine in _in_order(edits).items()]
+    places = [(place.side, mine, envoy_of(model, place)) for place, mine in _in_order(edits).items()]
     values: Values = {}
     with model.nnsight.trace(torch.tensor([list(tokens)], device=model.device)):
         for side, mine, module in places:

@@ -11,22 +11,6 @@ from deployments.engine.request import Finished, Request, Rows
 from deployments.model.model import Model
 
 
-def test_every_point_of_the_model_that_ships_equals_hooks_in_a_lone_forward(
-    demo, prompt, capturing, lone_values, assert_rows_close
-):
-    points = [*(point.name for point in demo.points), "layers.*.attention.heads"]
-    requests = [capturing(demo, str(n), prompt(n), 9, points=points) for n in (1, 13, 6)]
-    plain = [Request(f"plain{n}", prompt(n, 1), 12) for n in (3, 20)]
-    done = Engine(demo, max_running=4).generate([requests[0], plain[0], *requests[1:], plain[1]])
-    for request, finished in zip(requests, (done[0], *done[2:4]), strict=True):
-        sequence = [*request.prompt, *finished.tokens]
-        want = lone_values(demo, sequence, request.points)
-        assert finished.captured.positions == range(len(sequence))
-        assert finished.captured.values.keys() == want.keys()
-        for point, value in finished.captured.values.items():
-            assert_rows_close(value, want[point], point)
-
-
 @pytest.mark.parametrize("point", ["layers.1.output", "layers.1.attention.heads"])
 @pytest.mark.parametrize(("features", "index"), [({"first": 3}, [0, 1, 2]), ({"index": [7, 0, 5]}, [7, 0, 5])])
 def test_the_features_asked_for_are_kept_in_the_order_asked(
@@ -111,23 +95,6 @@ def test_a_long_generation_keeps_every_row_in_its_place(build, byte_tokenizer, p
         want = lone_values(model, [*request.prompt, *finished.tokens], request.points)
         for point, value in finished.captured.values.items():
             torch.testing.assert_close(value, want[point][rows.start : rows.stop], rtol=1e-3, atol=1e-3)
-
-
-def test_rows_given_in_chunks_are_whole_again_and_their_memory_is_free_for_the_next(tiny, prompt, capturing):
-    model = tiny("qwen3")
-    engine = Engine(model, capture_bytes=16 << 10)  # a request's rows go out by a few
-    want = None
-    for _ in range(6):
-        requests = [capturing(model, str(n), prompt(n), 40, points=["layers.*.output"]) for n in (5, 20)]
-        done = engine.generate(requests)
-        for request, finished in zip(requests, done, strict=True):
-            tokens = [*request.prompt, *finished.tokens]
-            assert finished.captured.positions == range(len(tokens))
-            assert list(finished.captured.token_ids) == tokens
-        want = want or done
-        for first, now in zip(want, done, strict=True):
-            for point, value in now.captured.values.items():
-                assert torch.equal(value, first.captured.values[point])
 
 
 def test_with_little_memory_for_rows_they_go_out_while_their_request_decodes(tiny, prompt, capturing, monkeypatch):

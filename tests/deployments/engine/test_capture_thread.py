@@ -58,7 +58,7 @@ def bits(captured: Captured) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("capture_bytes", [None, 150_000])
 @pytest.mark.parametrize("window", [0, 20_000, 32 << 20])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_a_thread_brings_the_same_rows(
     seed, window, capture_bytes, build, byte_tokenizer, prompt, capturing, monkeypatch
 ):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.engine import decode_steps, runner
-from deployments.engine.edits import Edit, Norms, Report
+from deployments.engine.edits import PAIRED, Edit, Norms, Report
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Finished, Request, Sampling
@@ -27,7 +27,8 @@ from tests.deployments.engine.host_syncs import HostSyncs
 
 pytestmark = pytest.mark.cpu
 
-WAYS = ("plain", "layers", "one", "steered", "drawn", "lens", "penalized", "last")
+EXAMPLES = settings().max_examples // 5  # of schedules, for each model
+WAYS = ("plain", "layers", "one", "steered", "drawn", "lens", "penalized", "last", "heads")
 
 
 def request(model, way, number, prompt, new):
@@ -35,20 +36,25 @@ def request(model, way, number, prompt, new):
         "layers": ["layers.*.output"],
         "one": ["layers.1.mlp.output", "lm_head.output"],
         "last": ["layers.2.output"],
+        "heads": ["layers.*.attention.q", "layers.*.attention.k"],
     }
     asked = Request(str(number), prompt, new, ignore_eos=number % 2 == 0, logprobs=3 if number % 3 == 0 else None)
     if way in points:
         capture = {"points": points[way], "tokens": {"last": 3} if way == "last" else "all"}
+        capture |= {"heads": [1, 0]} if way == "heads" else {}
         wanted = Capture.model_validate(capture)
         return replace(asked, capture=wanted, points=model.points.resolve(wanted))
     if way == "steered":
-        (point,) = model.points.named("layers.1.output", "points")
+        name = "layers.1.attention.k" if number % 2 else "layers.1.output"
+        (point,) = model.points.named(name, "points")
         vector = torch.randn(point.shape, generator=torch.Generator().manual_seed(number))
-        kinds = [("add", {}), ("add_norm", {"norms": Norms()}), ("scale", {"low": 0.5}), ("project_out", {})]
+        kinds = [("add", {}), ("add_norm", {"norms": Norms()}), ("scale", {"low": 0.5}), ("ablate", {})]
+        kinds += [("clamp", {"low": -0.2, "high": 0.3, "features": (5, 0, 3)}), ("replace", {})]
+        kinds += [("clamp_projection", {"low": -0.2, "high": 0.3}), ("mix", {"low": 0.3})]
+        kinds += [("rotate", {"low": -0.5, "high": 0.9}), ("project_out", {})]
         kind, more = kinds[number % len(kinds)]
-        edit = Edit(
-            point, kind, Tokens(number % 9), vector=None if kind == "scale" else vector, report=Report(), **more
-        )
+        given = None if kind in ("scale", "clamp") else torch.cat([vector, -vector], -1) if kind in PAIRED else vector
+        edit = Edit(point, kind, Tokens(number % 9), vector=given, report=Report(), **more)
         return replace(asked, edits=(edit,))
     if way == "drawn":
         return replace(asked, sampling=Sampling(1.0, top_p=0.9, seed=number, min_tokens=min(2, new)))
@@ -96,7 +102,7 @@ def made(model, lengths, prompt):
     return [request(model, way, i, prompt(length, i), new) for i, (way, length, new) in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mistral", "qwen3_next"])
 def test_a_step_has_the_bits_of_an_eager_one_of_as_many_rows(name, tiny, prompt):
     model = tiny(name)
 
@@ -106,7 +112,7 @@ def test_a_step_has_the_bits_of_an_eager_one_of_as_many_rows(name, tiny, prompt)
         rows = decode_steps.padded(len(ids)) if decodes else 0
         return Batch(ids, spans, wanted, device, padded=rows, padding_page=memory.padding_page)
 
-    @settings(max_examples=8)
+    @settings(max_examples=EXAMPLES)
     @given(**SCHEDULES)
     def any_schedule(lengths, max_running, every, cancelled):
         nonlocal memory
@@ -133,7 +139,7 @@ def invariant(request, build, byte_tokenizer):
     return Model(model, byte_tokenizer, "qwen3", batch_invariant=True)
 
 
-@settings(max_examples=10)
+@settings(max_examples=EXAMPLES)
 @given(**SCHEDULES, pages=st.sampled_from([8, 14, 200]), threaded=st.booleans())
 def test_steps_launched_ahead_give_any_request_what_it_gets_alone(
     invariant, prompt, lengths, max_running, every, pages, threaded, cancelled
@@ -151,7 +157,7 @@ def test_steps_launched_ahead_give_any_request_what_it_gets_alone(
         assert outcome(got[mine.id], mine.edits) == outcome(want, other.edits)
 
 
-@pytest.mark.parametrize("way", ["plain", "layers", "steered", "drawn"])
+@pytest.mark.parametrize("way", ["plain", "layers", "heads", "steered", "drawn"])
 def test_a_step_waits_for_the_device_once(way, tiny, prompt):
     model = tiny("qwen3")
     engine = Engine(model, fixed_memory=True)
@@ -167,7 +173,7 @@ def test_a_step_waits_for_the_device_once(way, tiny, prompt):
 def test_edits_of_any_number_of_rows_share_one_plan_and_plans_take_bounded_memory(tiny, prompt, monkeypatch):
     model = tiny("qwen3")
     engine = Engine(model, fixed_memory=True)
-    engine.generate([request(model, "steered", number, prompt(9), 4 + number) for number in (0, 4, 8)])
+    engine.generate([request(model, "steered", number, prompt(9), 4 + number) for number in (0, 10, 20)])
     steps = engine._runner._steps._steps
     (first,) = {step.plan for step in steps.values()}
     assert {step.rows for step in steps.values()} == {1, 2, 4}
@@ -189,12 +195,13 @@ def test_a_step_whose_attention_reads_tables_of_the_host_is_not_captured(
     assert bool(tried) == captured
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
 @pytest.mark.parametrize("sound", [True, False])
 def test_a_replayed_graph_reads_what_is_new_and_one_with_other_logits_is_not_used(
-    sound, tiny, prompt, monkeypatch, caplog
+    sound, name, tiny, prompt, monkeypatch, caplog
 ):
     """A stand-in for a graph runs the step again, with the batch and the memory of its capture."""
-    model, replays = tiny("qwen3"), []
+    model, replays = tiny(name), []
 
     def capture(steps, step, batch):
         def replay():
@@ -205,6 +212,7 @@ def test_a_replayed_graph_reads_what_is_new_and_one_with_other_logits_is_not_use
         step.captured = SimpleNamespace(replay=replay), logits
 
     monkeypatch.setattr(decode_steps.DecodeSteps, "_capture", capture)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
     ours, theirs = ([request(model, way, 2, prompt(9), 20) for way in ("plain", "layers", "steered")] for _ in range(2))
     engine = Engine(model, fixed_memory=True)
     engine._runner._steps._graphs = True

@@ -19,6 +19,17 @@ def run(model, request, drain, endings):
     return endings(events)[request.id], "".join(event.text for event in events if isinstance(event, Delta))
 
 
+def test_an_end_token_ends_the_text_unless_it_is_to_be_ignored(tiny, ending_prompt):
+    model = tiny("qwen3")
+    stopped, went_on = Engine(model).generate(
+        [Request("stops", ending_prompt, 20), Request("ignores", ending_prompt, 20, ignore_eos=True)]
+    )
+    assert (stopped.reason, went_on.reason) == ("stop", "length")
+    assert stopped.tokens[-1] in model.eos
+    assert len(went_on.tokens) == 20
+    assert list(went_on.tokens[: len(stopped.tokens)]) == list(stopped.tokens)
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_a_stop_token_id_ends_the_text_before_it(ignore_eos, demo, drain, endings):
     ids = demo.tokenizer("Tom has 3 apples and")["input_ids"]
@@ -30,35 +41,6 @@ def test_a_stop_token_id_ends_the_text_before_it(ignore_eos, demo, drain, ending
     assert finished.reason == "stop"
     assert list(finished.tokens) == list(whole.tokens[: first + 1])
     assert text == demo.tokenizer.decode(whole.tokens[:first], skip_special_tokens=True)
-
-
-def test_min_tokens_keeps_the_end_token_from_being_drawn(tiny, ending_prompt, drain, endings):
-    model = tiny("qwen3")
-    early, _ = run(model, Request("early", ending_prompt, 20), drain, endings)
-    count = len(early.tokens)
-    late, _ = run(model, Request("late", ending_prompt, 40, Sampling(0.0, min_tokens=count)), drain, endings)
-    assert list(late.tokens[: count - 1]) == list(early.tokens[:-1])
-    assert not model.eos & set(late.tokens[:count])
-    same, _ = run(model, Request("same", ending_prompt, 20, Sampling(0.0, min_tokens=count - 1)), drain, endings)
-    assert list(same.tokens) == list(early.tokens)
-
-
-def test_min_tokens_leaves_an_end_token_that_ends_nothing_alone(tiny, ending_prompt, drain, endings):
-    model = tiny("qwen3")
-    ignored = Request("a", ending_prompt, 20, ignore_eos=True)
-    with_least = Request("a", ending_prompt, 20, Sampling(0.0, min_tokens=20), ignore_eos=True)
-    assert list(run(model, ignored, drain, endings)[0].tokens) == list(run(model, with_least, drain, endings)[0].tokens)
-
-
-def test_min_tokens_makes_an_early_stop_string_text_like_any_other(demo, drain, endings):
-    ids = demo.tokenizer("Tom has 3 apples and")["input_ids"]
-    whole, text = run(demo, Request("whole", ids, NEW, ignore_eos=True), drain, endings)
-    stop = text[1:3]
-    request = Request("a", ids, NEW, Sampling(0.0, min_tokens=NEW), stop=(stop,), ignore_eos=True)
-    finished, all_of_it = run(demo, request, drain, endings)
-    assert list(finished.tokens) == list(whole.tokens)
-    assert stop in all_of_it
-    assert text.startswith(all_of_it)
 
 
 def test_the_token_that_makes_min_tokens_full_may_complete_a_stop_string(demo, drain, endings):

@@ -257,18 +257,6 @@ def use_up(model, shared):
             row.add(numbers.choice(sorted(going_on)))
 
 
-def test_a_grammar_whose_states_are_used_up_is_compiled_once_for_all_later_requests(demo, monkeypatch):
-    monkeypatch.setattr(guided_module, "LIMITS", LLParserLimits(max_lexer_states=300))
-    compiler, source = GrammarCompiler(demo), 'start: /"[ab]*a[ab]{24}"/'
-    first = compiler.compile(source, "response_format")
-    assert compiler.compile(source, "response_format") is first
-    use_up(demo, first)
-    second = compiler.compile(source, "response_format")
-    assert second is not first
-    assert not second.worn
-    assert compiler.compile(source, "response_format") is second
-
-
 def test_while_a_grammar_is_compiled_anew_other_rows_go_on(demo, prompt, capturing, endings, monkeypatch):
     shared = limited(monkeypatch, demo, 300)
     use_up(demo, shared)

@@ -1,12 +1,10 @@
 """The host waits for the device once where it reads what a step chose, and nowhere before."""
 
-import numpy as np
 import pytest
 import torch
 
 from deployments.engine.decoding.sampling import launch
 from deployments.engine.decoding.sampling_state import SamplingState
-from deployments.engine.decoding.transfers import packed
 from deployments.engine.engine import Engine
 from deployments.engine.request import GREEDY, LensLayers, Request, Sampling
 from tests.deployments.conftest import DEVICE
@@ -54,25 +52,3 @@ def test_the_lens_and_each_prompts_logprobs_wait_once_a_step(tiny, prompt):
             engine.step()
         counts.append(len([sync for sync in syncs.seen if "/decoding/" in sync]))
     assert counts == [4, 2]  # two prompts, the lens, the tokens; then the lens, the tokens
-
-
-def test_every_kind_of_wait_is_seen_and_nothing_else():
-    x = torch.tensor([1, 0, 2], device=DEVICE)
-    with HostSyncs("tests") as syncs:
-        x[x][:1] = x.index_select(0, x)[1:2] + (x > 0).sum()
-        x[..., 0:1].to(x.device), len(x)
-        assert syncs.seen == []
-        x[0].item(), x.cpu().tolist(), x.to("cpu").numpy(), x.nonzero(), torch.nonzero(x)
-        bool(x[0]), int(x[0]), range(x[0]), 1 in x, torch.tensor([1], device=x.device)
-        x[[0, 1]], x[..., [0]], x[x > 0], x[x[0]]
-        x[[0]] = 1
-    names = [sync.rpartition(" ")[2] for sync in syncs.seen]
-    methods = "item cpu tolist to numpy nonzero nonzero __bool__ __int__ __index__ __contains__ tensor"
-    assert names == methods.split() + ["__getitem__"] * 4 + ["__setitem__"]
-
-
-def test_a_packed_buffer_holds_every_array_as_it_was():
-    arrays = [np.arange(3), np.ones((2, 5), np.float32), np.empty(0), np.array([[True], [False]]), np.arange(1)]
-    for got, want in zip(packed(arrays, torch.device(DEVICE)), arrays, strict=True):
-        assert got.shape == want.shape
-        np.testing.assert_array_equal(got.cpu().numpy(), want, strict=True)

@@ -1,23 +1,22 @@
 """Which models are served; a model that cannot be served exactly is rejected when it is loaded."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from deployments.demo_model import WEIGHTS
 from deployments.engine.engine import Engine
-from deployments.engine.request import Request
 from deployments.model import kv_cache, native
-from deployments.model.load import load
+from deployments.model.attention import registration
 from deployments.model.model import Model
 from deployments.model.packing import UnsupportedModelError
+from deployments.model.validate import validate
 
 
 @pytest.mark.parametrize(
     ("architecture", "context", "reason"),
     [
         ("phi3_longrope", 64, "set max_seq_len=32"),  # the longest row would turn all rows' positions
-        ("mamba", None, "its layers keep a recurrent"),
-        ("qwen3_next", None, "its layers keep a recurrent"),
         ("bloom", None, "set one with max_seq_len"),  # its config states none
     ],
 )
@@ -26,20 +25,7 @@ def test_what_cannot_be_served_exactly_is_refused_at_load(architecture, context,
         Model(build(architecture), byte_tokenizer, architecture, context=context)
 
 
-@pytest.mark.parametrize("architecture", ["falcon_parallel", "falcon_alibi", "bloom", "gpt_neo"])
-def test_a_model_whose_attention_cannot_be_packed_runs_one_sequence_at_a_time(
-    architecture, build, byte_tokenizer, prompt, alone, same_greedy
-):
-    model = Model(build(architecture), byte_tokenizer, architecture, context=64)
-    assert not model.packs
-    prompts = [prompt(length) for length in (3, 40, 9)]
-    engine = Engine(model, prefill_tokens=16)
-    done = engine.generate([Request(str(i), p, max_tokens=20) for i, p in enumerate(prompts)])
-    for p, finished in zip(prompts, done, strict=True):
-        assert same_greedy(model, p, finished.tokens, alone(model, p, 20))
-
-
-@pytest.mark.parametrize("architecture", ["gemma3", "llama"])  # a llama has none, whatever its config says
+@pytest.mark.parametrize("architecture", ["gemma3", "llama", "llama4"])  # a llama has none, whatever its config says
 def test_windows_are_the_models_own_though_the_probe_is_shorter(
     architecture, build, byte_tokenizer, prompt, capturing, lone_values
 ):
@@ -51,15 +37,23 @@ def test_windows_are_the_models_own_though_the_probe_is_shorter(
         torch.testing.assert_close(finished.captured.values, want, rtol=1e-3, atol=1e-3)
 
 
-def test_length_dependent_rotary_embeddings_are_served_within_their_first_regime(
-    build, byte_tokenizer, prompt, alone, same_greedy
-):
-    model = Model(build("phi3_longrope"), byte_tokenizer, "phi3", context=32)
-    prompts = [prompt(length) for length in (3, 22, 9)]
-    done = Engine(model).generate([Request(str(i), p, max_tokens=10) for i, p in enumerate(prompts)])
-    assert all(
-        same_greedy(model, p, finished.tokens, alone(model, p, 10)) for p, finished in zip(prompts, done, strict=True)
-    )
+@pytest.mark.parametrize(("owner", "name"), [(registration, "_chunk_of"), (kv_cache.PagedCache, "get_seq_length")])
+def test_the_probe_shows_what_only_long_prompts_would(owner, name, build, byte_tokenizer, monkeypatch):
+    hf = build("llama4", attention_chunk_size=8192, floor_scale=8192)
+    assert Model(hf, byte_tokenizer, "llama4").packs
+    monkeypatch.setattr(owner, name, lambda *_: 0)
+    assert not Model(hf, byte_tokenizer, "llama4").packs
+
+
+def test_a_model_that_selects_keys_is_not_packed(build, byte_tokenizer):
+    hf = build("llama")
+    hf.forward = partial(hf.forward, indices=torch.zeros(1))  # transformers' own attention does not read them
+    assert not Model(hf, byte_tokenizer, "llama").packs
+
+
+def test_length_dependent_rotary_embeddings_are_served_within_their_first_regime(build, byte_tokenizer):
+    report = validate(Model(build("phi3_longrope"), byte_tokenizer, "phi3", context=32))
+    assert report.ok, report.text()
 
 
 def test_a_model_without_a_fast_tokenizer_is_refused(build):
@@ -73,35 +67,12 @@ def test_a_shorter_context_may_be_asked_for_but_not_a_longer_one(build, byte_tok
     assert Model(hf, byte_tokenizer, "llama", context=4000).context == hf.config.max_position_embeddings
 
 
-def test_the_model_that_ships_loads_with_its_end_tokens(demo):
-    assert demo.name == str(WEIGHTS)
-    assert demo.tokenizer.eos_token_id in demo.eos
-    assert demo.context >= 2048
-
-
-def test_a_directory_that_is_not_there_raises_an_os_error(tmp_path):
-    with pytest.raises(OSError, match="missing"):
-        load(str(tmp_path / "missing"))
-
-
-def test_float16_models_are_served(build, byte_tokenizer, prompt):
-    model = Model(build("qwen3", torch.float16), byte_tokenizer, "qwen3")
-    done = Engine(model).generate([Request(str(n), prompt(n), max_tokens=4) for n in (2, 9, 5)])
-    assert [(finished.reason, finished.error) for finished in done] == [("length", None)] * 3
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_windows", "gemma2", "gpt2"])
-def test_without_a_compiler_torchs_operations_give_the_same(
-    architecture, build, byte_tokenizer, prompt, capturing, lone_values, assert_rows_close, monkeypatch
-):
+@pytest.mark.parametrize("architecture", ["gemma2", "llama4", "deepseek_v3", "diffllama"])
+def test_without_a_compiler_torchs_operations_give_the_same(architecture, build, byte_tokenizer, monkeypatch):
     monkeypatch.setattr(kv_cache, "attention_kernel", lambda _: None)
-    model = Model(build(architecture), byte_tokenizer, architecture)
-    assert model.packs
-    points = ["layers.*.output", "layers.*.attention.weights"]
-    requests = [capturing(model, str(n), prompt(n), 20, points=points) for n in (40, 1, 9, 23)]
-    for request, done in zip(requests, Engine(model, prefill_tokens=16).generate(requests), strict=True):
-        for point, want in lone_values(model, [*request.prompt, *done.tokens], request.points).items():
-            assert_rows_close(done.captured.values[point], want, point)
+    report = validate(Model(build(architecture), byte_tokenizer, architecture))
+    assert report.served == "together"
+    assert report.ok, report.text()
 
 
 @pytest.mark.cpu

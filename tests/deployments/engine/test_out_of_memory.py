@@ -42,6 +42,7 @@ print(json.dumps([roomy, served(second)]))
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long  # half a minute; the next test makes the same error up
 @pytest.mark.cpu
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to its address space")
 def test_a_prompt_for_which_one_forward_has_no_memory_is_run_in_smaller_chunks():
@@ -57,6 +58,7 @@ def test_a_prompt_for_which_one_forward_has_no_memory_is_run_in_smaller_chunks()
 
 
 def test_a_request_that_finds_no_memory_at_all_ends_alone_and_says_how_much_it_needed(tiny, prompt, monkeypatch):
+    """And one whose prompt finds none in one forward runs in smaller chunks."""
     model, forward = tiny("qwen3", max_position_embeddings=1024), Model.forward
     requests = [Request(str(length), prompt(length), 8, ignore_eos=True) for length in (30, 900, 200)]
     want = [done.tokens for done in Engine(model).generate(requests)]
@@ -64,6 +66,8 @@ def test_a_request_that_finds_no_memory_at_all_ends_alone_and_says_how_much_it_n
     def no_memory_for_long_ones(model, batch, *rest, **options):
         if any(span.start + span.count > 500 for span in batch.spans):
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
+        if batch.rows > 150:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")  # torch's words
         return forward(model, batch, *rest, **options)
 
     monkeypatch.setattr(Model, "forward", no_memory_for_long_ones)

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.places.hook_site import Point
-from tests.deployments.conftest import DEVICE
+from tests.deployments.conftest import DEVICE, HYBRID, SERVED
 
 OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace", "replace by rows")
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
 NEW = 5
 EXAMPLES = settings().max_examples // 10  # batches at random for each architecture, each its own
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("architecture", [*SERVED, *HYBRID], scope="module")]
 
 
 class Asked(NamedTuple):
@@ -120,7 +120,8 @@ def test_each_operation_anywhere_is_the_same_edit_by_hand_and_by_nnsight(
         by_nnsight = next(batches_run) % len(OPERATIONS) if find_spec("nnsight") else None
         for i, (request, end) in enumerate(zip(sent, done, strict=True)):
             tokens, edits = [*request.prompt, *end.tokens], [*request.edits, head]
-            for run in (hooked, traced) if i == by_nnsight else (hooked,):
+            at_modules = all(edit.point.place.side in ("input", "output") for edit in edits)
+            for run in (hooked, traced) if i == by_nnsight and at_modules else (hooked,):
                 logits, values = run(model, tokens, edits)
                 for name, want in values.items():
                     assert_rows_close(end.captured.values[name], want, f"{run.__name__} {name}: {edits}", 1e-3)

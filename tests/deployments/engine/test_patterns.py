@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deployments.engine.capture.row_sizes import RowSizes
 from deployments.engine.engine import Engine
-from deployments.engine.request import Finished, Request, Rows
+from deployments.engine.request import Finished, Rows
 from deployments.errors import RequestError
 from deployments.model.model import Model
 from deployments.points.capture import Capture
@@ -40,42 +38,6 @@ def assert_shown(model, request, finished, tolerance=1e-4):
             torch.testing.assert_close(row.float(), want[name][:, k, : k + 1].float(), rtol=0, atol=tolerance)
 
 
-@pytest.fixture
-def eager(architecture, tiny):
-    return tiny(architecture, attn_implementation="eager")
-
-
-def test_each_row_is_what_its_token_attends_to_in_a_forward_of_transformers(eager, prompt, capturing):
-    requests = [
-        capturing(eager, str(n), prompt(n), 6, points=EVERY, tokens=tokens)
-        for n, tokens in [(1, "all"), (17, "prompt"), (30, "all"), (6, "generated"), (9, "last"), (12, {"last": 5})]
-    ]
-    plain = Request("plain", prompt(20, 1), 12)
-    done = Engine(eager, max_running=5, prefill_tokens=24).generate([plain, *requests])
-    for request, finished in zip(requests, done[1:], strict=True):
-        assert_shown(eager, request, finished)
-
-
-@given(
-    prompts=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20)), min_size=1, max_size=5),
-    tokens=st.sampled_from(["all", "prompt", "generated", "last", {"last": 7}, "prompt_last", "generated_last"]),
-    mode=st.sampled_from(["generate", "trace"]),
-    prefill_tokens=st.sampled_from([5, 16, 64, 1024]),
-    capture_bytes=st.sampled_from([None, 4000, 100_000]),
-)
-def test_lengths_and_chunks_do_not_show(tiny, prompt, capturing, prompts, tokens, mode, prefill_tokens, capture_bytes):
-    model = tiny("qwen3_windows", attn_implementation="eager")
-    points = {"points": EVERY, "tokens": tokens, "mode": mode}
-    requests = [
-        capturing(model, str(i), prompt(n, i), 0 if mode == "trace" else new, **points)
-        for i, (n, new) in enumerate(prompts)
-    ]
-    engine = Engine(model, max_running=3, prefill_tokens=prefill_tokens, capture_bytes=capture_bytes)
-    for request, finished in zip(requests, engine.generate(requests), strict=True):
-        assert finished.error is None
-        assert_shown(model, request, finished)
-
-
 def test_where_a_window_cuts_stand_zeros_and_rows_sum_to_one(tiny, prompt, capturing):
     model = tiny("qwen3_windows", attn_implementation="eager")  # five tokens, from the second layer on
     (finished,) = Engine(model).generate([capturing(model, "a", prompt(20), 12, points=EVERY)])
@@ -92,27 +54,6 @@ def test_patterns_come_in_the_dtype_asked_for(dtype, tiny, prompt, capturing):
     (finished,) = Engine(model).generate([request])
     assert {patterns.dtype for patterns in finished.captured.values.values()} == {getattr(torch, dtype)}
     assert_shown(model, request, finished, tolerance=5e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_comes_in_the_models_dtype(dtype, build, byte_tokenizer, prompt, capturing):
-    model = Model(build("qwen3", dtype, attn_implementation="eager"), byte_tokenizer, "qwen3")
-    request = capturing(model, "a", prompt(12), 0, points=EVERY)
-    (finished,) = Engine(model).generate([request])
-    assert {patterns.dtype for patterns in finished.captured.values.values()} == {dtype}
-    assert_shown(model, request, finished, tolerance=2e-2)
-
-
-def test_patterns_and_other_points_of_one_request_have_the_same_rows(tiny, prompt, capturing, lone_values):
-    model = tiny("gpt2", attn_implementation="eager")
-    points = [*EVERY, "layers.1.output", "layers.*.attention.heads", "lm_head.output"]
-    requests = [capturing(model, str(n), prompt(n), 30, points=points) for n in (3, 40, 11)]
-    engine = Engine(model, prefill_tokens=16, capture_bytes=30_000)
-    for request, finished in zip(requests, engine.generate(requests), strict=True):
-        want = lone_values(model, [*request.prompt, *finished.tokens], request.points)
-        for point, value in finished.captured.values.items():
-            for row, other in zip(value, want[point], strict=True):
-                torch.testing.assert_close(row, other, rtol=1e-3, atol=1e-4)
 
 
 def test_rows_leave_while_their_request_runs_and_memory_holds_a_share_of_them(tiny, prompt, capturing):
@@ -218,13 +159,6 @@ def test_what_does_not_sum_to_one_over_the_tokens_seen_is_no_pattern(spoil, buil
         layer.self_attn.register_forward_hook(lambda _module, _args, output: (output[0], spoil(output[1])))
     model = Model(hf, byte_tokenizer, "llama")
     assert not any(point.place.grows for point in model.points)
-
-
-def test_patterns_have_no_features(tiny):
-    model = tiny("llama", attn_implementation="eager")
-    error = refusal(model, points=["norm.output", WEIGHTS[0]], features={"first": 2})
-    assert error.field == "capture.features"
-    assert WEIGHTS[0] in error.message
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -46,20 +46,6 @@ def head_rows(build, byte_tokenizer):
     return model, rows
 
 
-@pytest.mark.parametrize("prefill_tokens", [1024, 16])
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt", "falcon_parallel"])
-def test_a_prompts_logprobs_equal_a_plain_forward_in_company_and_in_chunks(name, prefill_tokens, tiny, prompt, drain):
-    model = tiny(name)
-    engine = Engine(model, prefill_tokens=prefill_tokens)
-    for length in (1, 2, 7, 9, 40):
-        engine.submit(Request(f"plain {length}", prompt(length, 1), 6))
-        engine.submit(Request(f"scored {length}", prompt(length), 6, prompt_logprobs=length % 5))
-    events = drain(engine)
-    for length in (1, 2, 7, 9, 40):
-        assert_plain(model, prompt(length), of(events, f"scored {length}"), length % 5)
-    assert not [event for event in events if isinstance(event, PromptLogprobs) and event.id.startswith("plain")]
-
-
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_a_prompt_is_scored_without_an_answer_or_with_one_told_at_its_end(max_tokens, tiny, prompt, drain, endings):
     model, ids = tiny("qwen3"), prompt(12)
@@ -69,20 +55,6 @@ def test_a_prompt_is_scored_without_an_answer_or_with_one_told_at_its_end(max_to
     assert_plain(model, ids, of(events, "a"), 1)
     assert len(endings(events)["a"].tokens) == max_tokens
     assert not [event for event in events if isinstance(event, Delta)]
-
-
-@torch.inference_mode()
-def test_a_prompt_that_loses_its_pages_between_two_chunks_is_scored_once(tiny, prompt, drain):
-    model, ids = tiny("qwen3"), prompt(60)
-    engine = Engine(model, prefill_tokens=32)
-    engine.submit(Request("a", ids, 4, prompt_logprobs=2, ignore_eos=True))
-    events = engine.step()
-    (seq,) = engine._scheduler.running
-    assert 0 < seq.fed < len(ids)
-    engine._recovery.preempt(seq)
-    events += drain(engine)
-    assert engine.statistics.preempted == 1
-    assert_plain(model, ids, of(events, "a"), 2)
 
 
 def test_the_head_runs_over_last_tokens_and_the_prompts_that_are_scored_alone(head_rows, prompt, drain):
@@ -104,34 +76,6 @@ def test_a_long_prompt_is_scored_within_the_memory_for_logits(head_rows, prompt,
     events = drain(engine)
     assert rows == [40, 40, 1 + 9]
     assert_plain(model, prompt(90), of(events, "a"), 1)
-
-
-def test_logits_that_are_recorded_are_scored_too(tiny, prompt, capturing, drain, endings):
-    model, ids = tiny("gemma2"), prompt(9)
-    engine = Engine(model)
-    engine.submit(Request("scored", ids, 2, prompt_logprobs=3, ignore_eos=True))
-    engine.submit(capturing(model, "recorded", prompt(8), 2, points=["lm_head.output"]))
-    events = drain(engine)
-    assert_plain(model, ids, of(events, "scored"), 3)
-    assert len(endings(events)["recorded"].captured.positions) == 10
-
-
-def test_a_prompt_with_a_distribution_that_is_not_finite_ends_alone(build, byte_tokenizer, prompt, drain, endings):
-    model = Model(build("qwen3"), byte_tokenizer, "qwen3")
-
-    def spoil(_, args, output):
-        if output.shape[1] > 2:  # the last tokens of both prompts, then the first prompt's others
-            output[0, 5] = torch.nan
-        return output
-
-    model.hf.get_output_embeddings().register_forward_hook(spoil)
-    engine = Engine(model)
-    engine.submit(Request("scored", prompt(9), 3, prompt_logprobs=0, ignore_eos=True))
-    engine.submit(Request("other", prompt(9), 3, ignore_eos=True))
-    done = endings(drain(engine))
-    assert done["scored"].reason == "error"
-    assert "not finite" in done["scored"].error
-    assert done["other"].reason == "length"
 
 
 def test_a_token_that_the_head_does_not_know_is_impossible():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from deployments.conditions import Condition
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Finished, PromptLogprobs, Request
 from deployments.model.model import Model
@@ -21,7 +22,7 @@ from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
 from deployments.readouts.files import define
 from deployments.readouts.resolver import ReadoutResolver
-from deployments.readouts.spec import AskedReadouts, Condition, ReadoutRows
+from deployments.readouts.spec import AskedReadouts, ReadoutRows
 from deployments.readouts.values import Readout
 from tests.deployments.conftest import DEVICE
 
@@ -391,10 +392,3 @@ def test_a_fault_in_one_requests_values_or_gate_ends_that_request_alone(model, d
     assert "a gate misses rows" in done["gate"].error
     assert done["sound"].tokens == alone.tokens
     assert done["sound"].captured is not None
-
-
-def test_columns_of_values_count_in_the_memory_that_waits_to_be_written(model, drain, endings) -> None:
-    engine = Engine(model, capture_bytes=1 << 20)
-    engine.submit(request(model, "a", PROMPT, 6, ["early"], capture=ALL))
-    done = endings(drain(engine))["a"]
-    assert engine.statistics.capture_bytes == done.captured.bytes

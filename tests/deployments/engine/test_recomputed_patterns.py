@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
-from deployments.engine import sequence
 from deployments.engine.engine import Engine
-from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
 from deployments.errors import RequestError
 from deployments.model.attention import reference
@@ -23,37 +21,6 @@ from deployments.points.capture import Capture
 
 EVERY = ["layers.*.attention.weights"]
 WEIGHTS = [f"layers.{i}.attention.weights" for i in range(3)]
-LENGTHS = [(1, "all"), (17, "prompt"), (30, "all"), (6, "generated"), (9, "last"), (12, {"last": 5})]
-
-
-@torch.inference_mode()
-def assert_eager(twin, request, finished, tolerance=1e-5):
-    """All rows of all points are those of a lone forward of the twin, which is loaded with eager attention."""
-    ids = torch.tensor([[*request.prompt, *finished.tokens]], device=twin.device)
-    found = twin.hf(input_ids=ids, output_attentions=True).attentions
-    want = {name: weights.cpu() for name, weights in zip(WEIGHTS, found, strict=True)}
-    assert finished.captured.values.keys() == {point.name for point in request.points}
-    for name, patterns in finished.captured.values.items():
-        for k, one in zip(finished.captured.positions, patterns, strict=True):
-            torch.testing.assert_close(one, want[name][0, :, k, : k + 1], rtol=0, atol=tolerance)
-
-
-def test_in_any_company_patterns_are_eager_attentions(architecture, tiny, prompt, capturing, monkeypatch):
-    model, twin = tiny(architecture), tiny(architecture, attn_implementation="eager")
-    if architecture.startswith("falcon"):  # whose attention is in no registry
-        assert not any(point.place.grows for point in model.points)
-        return
-    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)
-    requests = [capturing(model, str(n), prompt(n), 6, points=EVERY, tokens=tokens) for n, tokens in LENGTHS]
-    requests[2:2] = [Request("plain", prompt(20, 1), 12), capturing(model, "one", prompt(8), 20, points=WEIGHTS[1:2])]
-    position_bytes = KvMemory(model, 1, kv_bytes=1).position_bytes
-    engine = Engine(model, max_running=5, prefill_tokens=24, kv_bytes=80 * position_bytes)
-    done = engine.generate(requests)
-    assert engine.statistics.preempted > 0
-    for request, finished in zip(requests, done, strict=True):
-        assert finished.error is None
-        if request.capture:
-            assert_eager(twin, request, finished)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "mistral", "gemma3"])
@@ -86,17 +53,6 @@ def test_of_rows_and_layers_that_nobody_records_nothing_is_computed(tiny, prompt
     rows.clear()
     Engine(model).generate(requests)
     assert not rows
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_patterns_have_the_models_dtype(dtype, build, byte_tokenizer, tiny, prompt, capturing):
-    model = Model(build("qwen3", dtype), byte_tokenizer, "qwen3")
-    request = capturing(model, "a", prompt(12), 3, points=EVERY)
-    (finished,) = Engine(model).generate([request])
-    for patterns in finished.captured.values.values():
-        assert patterns.dtype == dtype
-        for one in patterns:
-            torch.testing.assert_close(one.float().sum(-1), torch.ones(4), rtol=0, atol=0.02)
 
 
 @given(

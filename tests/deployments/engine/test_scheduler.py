@@ -1,11 +1,10 @@
-"""The scheduler: preemption, cancellation, and the engine's counters."""
+"""The scheduler: preemption, cancellation, fairness, and the engine's counters."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-import torch
 
 from deployments.engine import sequence
 from deployments.engine.capture_budget import CaptureBudget
@@ -16,35 +15,6 @@ from deployments.engine.scheduler import MOST_OVERTAKING
 from deployments.engine.sequence import Sequence
 from deployments.model.batch import PAGE, SequenceKv
 from deployments.model.model import Model
-
-
-def test_a_request_that_loses_its_slot_is_run_again_and_keeps_each_row_once(
-    build, byte_tokenizer, prompt, capturing, drain, endings, lone_values, same_greedy
-):
-    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
-    memory = 1024 * KvMemory(model, 1, kv_bytes=1).position_bytes  # two slots of 512 positions, or one of 1024
-    requests = [
-        replace(
-            capturing(model, str(i), prompt(length), new, points=["layers.1.output"], tokens=tokens), ignore_eos=True
-        )
-        for i, (length, new, tokens) in enumerate([(242, 330, "all"), (230, 300, "generated"), (100, 20, {"last": 3})])
-    ]
-    tight, roomy = Engine(model, kv_bytes=memory), Engine(model)
-    for request in requests:
-        tight.submit(request)
-    done = endings(drain(tight))
-    undisturbed = roomy.generate(requests)
-    assert tight.statistics.preempted > 0
-    assert roomy.statistics.preempted == 0
-    assert tight.statistics.kv_bytes <= memory
-    for request, want in zip(requests, undisturbed, strict=True):
-        got = done[request.id]
-        assert same_greedy(model, request.prompt, got.tokens, want.tokens)
-        assert got.captured.positions == want.captured.positions
-        rows = got.captured.positions
-        (values,) = lone_values(model, [*request.prompt, *got.tokens], request.points).values()
-        (value,) = got.captured.values.values()
-        torch.testing.assert_close(value, values[rows.start : rows.stop], rtol=1e-3, atol=1e-3)
 
 
 def test_cancelling_frees_the_slot_at_the_next_step(tiny, prompt, endings):
@@ -69,25 +39,6 @@ def test_a_waiting_request_is_cancelled_before_it_runs(tiny, prompt, drain, endi
     events = drain(engine)
     assert [event for event in events if isinstance(event, Delta)] == []
     assert endings(events)["a"].reason == "cancelled"
-
-
-def test_cancelling_what_is_not_there_does_nothing(tiny, prompt, drain, endings):
-    engine = Engine(tiny("qwen3"))
-    engine.cancel("nobody")
-    assert engine.step() == []
-    engine.submit(Request("a", prompt(5), 6))
-    engine.cancel("nobody")
-    done = endings(drain(engine))
-    engine.cancel("a")  # it has ended
-    assert done.keys() == {"a"}
-    assert drain(engine) == []
-
-
-def test_statistics_count_forwards_and_tokens(tiny, prompt):
-    engine = Engine(tiny("qwen3"))
-    engine.generate([Request("a", prompt(5), 6, ignore_eos=True), Request("b", prompt(9), 4, ignore_eos=True)])
-    assert engine.statistics.tokens == 10
-    assert engine.statistics.steps == 6  # one prefill, five decodes
 
 
 def test_what_a_request_recorded_counts_while_it_waits_for_its_slot_again(tiny, prompt, capturing, monkeypatch):
@@ -174,6 +125,45 @@ def test_pages_that_others_hold_are_not_asked_for_again(build, byte_tokenizer, p
         engine.step()
         most = max(most, engine.statistics.running)
     assert most == 4  # 8 pages of the beginning and two of each
+
+
+def started(engine: Engine, most: int) -> list[str]:
+    """The owners of the next requests, in the order in which they get their first token."""
+    known = {seq.request.id for seq in engine._scheduler.running}
+    order: list[str] = []
+    while len(order) < most:
+        for event in engine.step():
+            if isinstance(event, Delta) and event.id not in known:
+                known.add(event.id)
+                order.append(event.id.partition(" ")[0])
+    return order[:most]
+
+
+def queue(engine: Engine, owner: str, count: int, prompt: list[int], new: int = 6) -> None:
+    for i in range(count):
+        engine.submit(Request(f"{owner} {i}", prompt, new, ignore_eos=True, owner=owner))
+
+
+def test_who_queues_one_request_waits_for_none_of_anothers_hundred(tiny, prompt):
+    engine = Engine(tiny("qwen3"), max_running=2)
+    queue(engine, "a", 100, prompt(5))
+    engine.step()
+    queue(engine, "b", 1, prompt(5))
+    assert started(engine, 3) == ["b", "a", "a"]
+
+
+def test_owners_get_equally_many_tokens_and_a_pause_gives_no_right_to_more(tiny, prompt):
+    engine = Engine(tiny("qwen3"), max_running=2)
+    queue(engine, "a", 20, prompt(5))
+    assert started(engine, 10) == ["a"] * 10
+    queue(engine, "b", 20, prompt(5), 16)  # each takes as many tokens as two of the other's
+    tokens = dict.fromkeys("ab", 0)
+    for _ in range(60):
+        for event in engine.step():
+            if isinstance(event, Finished):
+                tokens[event.id[0]] += len(event.prompt) + len(event.tokens)
+    assert min(tokens.values()) > 60
+    assert abs(tokens["a"] - tokens["b"]) <= 2 * 21
 
 
 def test_what_a_request_ran_itself_before_it_lost_its_pages_is_not_said_to_be_cached(tiny, prompt):

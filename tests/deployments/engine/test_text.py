@@ -87,12 +87,6 @@ def test_a_continuation_shows_no_part_of_a_prompts_unfinished_character(fallback
     assert stream(fallback_tokenizer, [257, 260, 258], before=EURO[0])[0] == "a b"
 
 
-def test_what_was_shown_of_broken_bytes_stands(fallback_tokenizer):
-    back, chunks, _ = stream(fallback_tokenizer, [1 + 0x1F, 1 + 0xFC, 259, 257])
-    assert back == "\x1f\ufffdca"
-    assert chunks[0] == "\x1f"
-
-
 def test_a_character_waits_for_its_last_byte(byte_tokenizer):
     text = TextStream(byte_tokenizer)
     assert [text.add(token) for token in encode(byte_tokenizer, "a€b")] == ["a", "", "", "€", "b"]
@@ -166,14 +160,6 @@ def test_which_stop_string_ends_a_text_does_not_hang_on_its_tokens(demo, words, 
 def test_text_held_back_for_a_stop_string_comes_when_it_is_none(byte_tokenizer):
     text = TextStream(byte_tokenizer, ("STOP",))
     assert [text.add(token) for token in encode(byte_tokenizer, "aSTOx")] == ["a", "", "", "", "STOx"]
-
-
-def test_before_min_tokens_a_stop_string_is_text_but_what_begins_one_waits(byte_tokenizer):
-    text = TextStream(byte_tokenizer, ("abc", "cd"))
-    tokens = encode(byte_tokenizer, "abcd")
-    shown = [text.add(token, may_stop=count >= 4) for count, token in enumerate(tokens, 1)]
-    assert shown == ["", "", "ab", ""]
-    assert text.stopped
 
 
 def test_special_tokens_are_no_text(demo):

@@ -1,4 +1,4 @@
-"""Where every layer has a window, a sequence holds the pages of its window alone, with the results of all pages."""
+"""Where every layer has a window or chunks, a sequence holds their pages alone, with the results of all pages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ POINTS = ["layers.*.output", "layers.*.attention.weights", "lm_head.output"]
 EXAMPLES = settings().max_examples // 5
 
 
-@pytest.fixture(scope="module", params=["mistral", "phi3", "qwen3_windows"])
+@pytest.fixture(scope="module", params=["mistral", "phi3", "qwen3_windows", "llama4"])
 def windowed(request, tiny):
-    own = {"max_window_layers": 0} if request.param == "qwen3_windows" else {}
+    own = {
+        "qwen3_windows": {"max_window_layers": 0},
+        "llama4": {"no_rope_layer_interval": 4, "attention_chunk_size": WINDOW},
+    }.get(request.param, {})
     sizes = {"sliding_window": WINDOW, "max_position_embeddings": CONTEXT, "attn_implementation": "eager"}
     return tiny(request.param, **sizes, **own)
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import ray
 import torch
 from pydantic import TypeAdapter
 
-from deployments.activations.actors.reader import ActivationReader
-from deployments.activations.actors.store import ActivationStore, connect
-from deployments.activations.facts import RunEnd
+from deployments.activations.actors.store import ActivationStore
 from deployments.activations.reader.loading import read_run
-from deployments.activations.segments.schema import Packed
 from deployments.engine.request import GREEDY, Sampling
 from deployments.job import Job
 from deployments.messages import End, Refusal
@@ -25,6 +20,7 @@ from deployments.options import Options
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
 from deployments.replica.replica import ModelReplica
+from tests.store_handle import Handle
 
 pytestmark = pytest.mark.usefixtures("cluster")  # rows go through the object store
 
@@ -32,31 +28,6 @@ FLAT = "model.layers.2.self_attn.o_proj.input"  # the same rows as HEADS
 CLEAN, CORRUPTED = [5, 17, 40, 9, 33, 21, 8], [5, 17, 41, 90, 33, 21, 8]
 LAYERS, HEADS = "layers.*.output", "layers.2.attention.heads"
 NEW = 4
-
-
-class Handle:
-    """The real store and its reader, called as an actor's handle is."""
-
-    def __init__(self, store: ActivationStore) -> None:
-        self._store = store
-        self._reader = ActivationReader(store._asked)
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store if hasattr(self._store, name) else self._reader, name)
-
-        def remote(*args: Any) -> asyncio.Future[Any]:
-            return asyncio.ensure_future(method(*map(_arrived, args)))
-
-        return type("Method", (), {"remote": staticmethod(remote)})
-
-
-def _arrived(argument: Any) -> Any:
-    """What an actor gets in place of an argument."""
-    if not isinstance(argument, list):
-        return argument
-    if any(isinstance(one, RunEnd) for one in argument):
-        return [end._replace(batches=_arrived(end.batches)) for end in argument]
-    return [copy.copy(one) if isinstance(one, Packed) else one for one in argument]
 
 
 class Patching:
@@ -187,24 +158,6 @@ def test_a_run_put_into_itself_changes_no_bit(serving, dtype, tokens):
     again = patching.run(CLEAN, replaced(clean, LAYERS, tokens), replaced(clean, HEADS, tokens))
     assert_same(again, clean)
     assert again.token_ids.tolist() == clean.token_ids.tolist()
-
-
-def test_a_corrupted_run_with_the_clean_ones_rows_gives_the_clean_logits(patching):
-    clean, corrupted = patching.run(CLEAN), patching.run(CORRUPTED)
-    assert not torch.equal(clean["lm_head.output"], corrupted["lm_head.output"])
-    prompt = slice(len(CLEAN))
-    layers = replaced(clean, LAYERS, "prompt")
-    assert torch.equal(patching.run(CORRUPTED, layers)["lm_head.output"][prompt], clean["lm_head.output"][prompt])
-    embed = replaced(clean, "embed.output", "prompt")  # then the keys and values of the first layer are the clean ones
-    assert_same(patching.run(CORRUPTED, embed), clean)
-
-
-def test_a_stored_run_says_where_its_rows_came_from_as_it_was_sent(plain):
-    clean = plain.run(CLEAN)
-    sent = replaced(clean, "layers.-1.output", "prompt")
-    patched = plain.run(CORRUPTED, sent)
-    assert patched.facts.interventions == [sent]
-    assert_same(plain.run(CORRUPTED, *patched.facts.interventions), patched)
 
 
 def test_rows_go_to_tokens_in_the_order_in_which_both_are_listed(plain):
@@ -357,19 +310,6 @@ def test_rows_for_which_others_leave_no_room_now_get_429(tmp_path):
     assert (refused.status, refused.code) == (429, "server_busy")
     assert isinstance(served, End)
     patching.close()
-
-
-def test_the_store_behind_an_actor_refuses_by_the_field_too(served):
-    patching, store = Patching.__new__(Patching), str(served.home / "activations")
-    patching.dtype, patching._count = torch.float32, 0
-    patching._replica = ModelReplica.func_or_class(Options(dtype="float32", threads=1, activations_dir=store))
-    run = patching.run(CLEAN)
-    assert_same(patching.run(CLEAN, replaced(run)), run)
-    told = patching.refusal(replaced(run, "layers.3.mlp.output"))
-    assert told[:2] == ("interventions[0].from.point", "point_not_recorded")
-    assert told[2].startswith("the run did not record layers.3.mlp.output; it has embed.output, ")
-    patching._replica.__del__()
-    ray.get(connect(store).delete.remote("s"))
 
 
 def test_each_variant_is_a_choice_as_if_it_were_asked_alone(plain):

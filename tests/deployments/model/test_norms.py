@@ -96,10 +96,3 @@ def test_modules_that_compute_something_else_stay_as_they_are(make):
     module = norms_of(make, torch.float32)
     replace_rms_norms(module, Switch())
     assert not any("forward" in vars(norm) for norm in module)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "olmo2"])
-def test_forward_passes_run_them(tiny, name):
-    replaced = [module for module in tiny(name).hf.modules() if "RMSNorm" in type(module).__name__]
-    assert replaced
-    assert all("forward" in vars(module) for module in replaced)

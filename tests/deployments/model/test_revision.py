@@ -67,7 +67,8 @@ def test_a_repository_is_of_the_commit_that_its_files_are_of(tmp_path, monkeypat
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path), raising=True)
-    assert revision_of("some/model") == COMMIT
+    (snapshot / "adapter_config.json").write_text("{}")
+    assert revision_of("some/model") == revision_of("some/model", file="adapter_config.json") == COMMIT
     assert revision_of("some/model", "main") == COMMIT
     assert revision_of("some/model", COMMIT) == COMMIT
 

@@ -36,6 +36,7 @@ def test_kernels_give_the_formulas_numbers():
     in_process("-m", "pytest", *options, HERE / "triton_checks.py", TRITON_INTERPRET=interpret)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_they_compile_for_gpus_once_for_all_numbers_of_rows(tmp_path):
     in_process("-W", "ignore", HERE / "triton_compiled.py", TRITON_CACHE_DIR=str(tmp_path))

@@ -14,7 +14,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from deployments.model import fast_layers
 from deployments.model.attention import reference, triton_decode
-from deployments.model.attention.softmax import Softmax
+from deployments.model.attention.reference import Softmax
 from deployments.model.attention.triton_decode import Kind, decode_attention, unusable
 from deployments.model.batch import PAGE, Batch, SequenceKv, TokenSpan
 from deployments.model.kv_cache import LayerPages
@@ -42,8 +42,8 @@ def padded(rows):
 class Rows:
     """The last tokens of sequences, in shuffled pages; all memory besides holds NaN."""
 
-    def __init__(self, lengths, heads, kv_heads, dim, width, dtype, window=0):
-        self.window = window
+    def __init__(self, lengths, heads, kv_heads, dim, width, dtype, window=0, chunk=0):
+        self.limits = {"window": window, "chunk": chunk}
         self.queries = torch.randn(len(lengths), heads, dim, dtype=dtype, device=DEVICE)
         counts = [-(-length // PAGE) for length in lengths]
         pages = torch.randperm(sum(counts) + 3)[: sum(counts)].split(counts)
@@ -57,7 +57,7 @@ class Rows:
             for size in (dim, width)
         )
         for row, length in enumerate(lengths):
-            for n in range(max(0, length - window) if window else 0, length - 1):
+            for n in range(max(0, Softmax(1.0, **self.limits).first_key(length - 1)), length - 1):
                 self.store(row, n)
 
     def store(self, row, n):
@@ -69,7 +69,7 @@ class Rows:
         own = [torch.stack([sequence[part][-1] for sequence in self.sequences]) for part in (0, 1)]
         batch, softmax = (
             Batch([0] * len(self.spans), self.spans, None, DEVICE),
-            Softmax(0.3, self.window, softcap, sinks),
+            Softmax(0.3, softcap=softcap, sinks=sinks, **self.limits),
         )
         layer = LayerPages(self.keys.clone(), self.values.clone(), by_heads=False)
         out = self.values.new_empty(*self.queries.shape[:2], self.values.shape[3])
@@ -92,14 +92,14 @@ class Rows:
     kv_heads=st.integers(1, 2),
     group=st.sampled_from([1, 2, 7, 8, 20]),  # the last has more heads than one program takes
     sizes=st.sampled_from([(64, 64), (80, 80), (24, 16), (16, 40)]),
-    window=st.integers(0, 180),
+    limit=st.tuples(st.sampled_from(["window", "chunk"]), st.integers(0, 180)),
     softcap=st.sampled_from([0.0, 3.0]),
     with_sinks=st.booleans(),
     splits=st.integers(1, 8),
 )
-def test_decoded_rows_attend_as_by_torch(lengths, kv_heads, group, sizes, window, softcap, with_sinks, splits, dtype):
+def test_decoded_rows_attend_as_by_torch(lengths, kv_heads, group, sizes, limit, softcap, with_sinks, splits, dtype):
     heads = kv_heads * group
-    rows = Rows(lengths, heads, kv_heads, *sizes, dtype, window)
+    rows = Rows(lengths, heads, kv_heads, *sizes, dtype, **dict([limit]))
     sinks = torch.randn(heads, device=DEVICE) if with_sinks else None
     out, wanted = rows.run(splits, softcap, sinks)
     assert out.dtype == dtype

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from deployments.model import fast_layers, triton_kernels
-from deployments.model.attention.softmax import Softmax
+from deployments.model.attention.reference import Softmax
 from deployments.model.attention.triton_decode import decode_attention
 from deployments.model.batch import PagePlaces
 from deployments.model.kv_cache import LayerPages

@@ -127,8 +127,3 @@ def test_only_names_that_would_be_accepted_are_proposed(name, made):
     assert proposed
     for name in proposed:
         assert points.resolve(Capture(points=[name]))
-
-
-def test_a_layer_beyond_the_last_is_refused_with_those_that_there_are(build):
-    with pytest.raises(RequestError, match="there is no layer 3: this model has layers 0 to 2"):
-        Points.learn(build("llama")).resolve(Capture(points=["layers.3.output"]))

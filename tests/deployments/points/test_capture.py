@@ -20,23 +20,6 @@ def test_nothing_asked_for_means_all_tokens_as_they_are_by_reference():
     assert (capture.destination, capture.mode, capture.required) == ("reference", "generate", False)
 
 
-def test_the_contracts_example_is_taken():
-    capture = Capture.model_validate(
-        {
-            "points": ["layers.8.input_layernorm.output", "layers.*.output", "lm_head.output"],
-            "layers": [8, 12, 16],
-            "sites": ["input_layernorm.output", "post_attention_layernorm.output"],
-            "tokens": "all",
-            "dtype": "model",
-            "features": None,
-            "return": "inline",
-            "tags": {"split": "test"},
-            "sample_id": "gsm8k-7",
-        }
-    )
-    assert capture.destination == "inline"
-
-
 @pytest.mark.parametrize(
     ("value", "field"),
     [
@@ -62,11 +45,6 @@ def test_the_contracts_example_is_taken():
 )
 def test_what_the_contract_has_not_is_refused_by_field(value, field):
     assert field in refused(value)
-
-
-@pytest.mark.parametrize("tokens", ["first", {"last": 0}, {"last": "3"}, {"last": 1, "first": 1}, 3, None])
-def test_other_tokens_are_refused(tokens):
-    assert all(path.startswith("tokens") for path in refused({"tokens": tokens}))
 
 
 @pytest.mark.parametrize("layers", [[], ["1"], [1.5], [True], "some", 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.points.names import canonical, hooks_like, matching, recorded
+from deployments.points.names import canonical, matching, recorded
 
 NAMES = [f"layers.{layer}.{site}" for layer in (0, 1, 11) for site in ("input", "output")] + ["embed.output"]
 
@@ -39,18 +39,6 @@ def test_patterns_mean_what_was_recorded():
     ]
     assert matching("layers.-2.output", NAMES, 12) == []
     assert matching("layers.*", NAMES) == []  # `*` is one part of a name
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("blocks.3.hook_resid_pots", ["blocks.3.hook_resid_post"]),
-        ("blocks.0.attn.hook_patern", ["blocks.0.attn.hook_pattern"]),
-        ("layers.3.output", []),
-    ],
-)
-def test_a_misspelt_name_of_transformer_lens_gets_the_nearest_one(name, meant):
-    assert hooks_like(name)[:1] == meant
 
 
 def test_what_means_nothing_names_the_nearest():

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from deployments.errors import RequestError
+from deployments.points.placement import Layout, placed
 from deployments.points.token_choices import (
     TextPiece,
     TokenChoice,
-    Tokens,
     as_json,
     parse,
-    placed,
     resolve,
     resolve_ahead,
 )
@@ -76,12 +75,12 @@ def test_a_piece_of_text_is_the_tokens_that_have_its_characters(piece, positions
     ends = [0]
     for token in tokens:
         ends.append(ends[-1] + len(token))
-    assert placed(piece, lambda: ("".join(tokens), ends), "tokens").positions == positions
+    assert placed(piece, Layout(lambda: ("".join(tokens), ends)), "tokens").positions == positions
 
 
 def test_every_match_of_a_text_is_found_as_one_by_one():
     text, ends = "ab" * 50, [0, 1, 1, 2, *range(3, 101)]  # of which one token adds no character
-    found = placed(TextPiece(text="ba", which="all"), lambda: (text, ends), "tokens").positions
+    found = placed(TextPiece(text="ba", which="all"), Layout(lambda: (text, ends)), "tokens").positions
     spans = [(begin, begin + 2) for begin in range(1, 98, 2)]
     tokens = enumerate(zip(ends, ends[1:], strict=False))
     assert found == [i for i, (first, end) in tokens if any(first < stop and end > begin for begin, stop in spans)]
@@ -95,7 +94,7 @@ def test_generated_tokens_are_refused_where_none_are(choice):
 
 def test_text_that_is_not_there_is_refused_by_its_field():
     with pytest.raises(RequestError, match="the prompt does not contain the text 'Spain'") as refused:
-        placed(TextPiece(text="Spain"), lambda: ("France", [0, 6]), "capture.tokens")
+        placed(TextPiece(text="Spain"), Layout(lambda: ("France", [0, 6])), "capture.tokens")
     assert refused.value.field == "capture.tokens.text"
 
 
@@ -118,9 +117,3 @@ def test_commands_write_them_so():
     for wrong in ("first", "last:x", "positions:1,x", "from:x", "from:3,to:3", "text:"):
         with pytest.raises(ValueError, match="prompt_last:K"):
             parse(wrong)
-
-
-def test_a_part_by_itself_is_known_from_the_beginning():
-    assert Tokens(2, 4).apart
-    assert Tokens(1, 9, (1, 8)).apart
-    assert not any(tokens.apart for tokens in (Tokens(), Tokens(0, 5), Tokens(5), Tokens(tail=1)))

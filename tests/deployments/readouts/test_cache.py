@@ -36,8 +36,10 @@ class Store:
         self.client_data = Method(self._client_data)
         self._names = names
 
-    def _client_data(self, what: str, method: str, name: str, _: Any) -> Any:
+    def _client_data(self, what: str, method: str, name: Any, *_: Any) -> Any:
         assert what == "readouts"
+        if method == "list":
+            return [{"name": name, "model": "demo"} for name in self._names]
         if method == "get":
             return {"id": name, "model": "demo"} if name in self._names else None
         self.fetched.append(name)
@@ -73,10 +75,10 @@ def test_readouts_in_use_stay_and_a_request_for_more_is_told_so() -> None:
     async def run() -> None:
         with table.lending("1"), table.lending("2"):
             await table.fetch("1", named("a", "b"))
-            with pytest.raises(RequestError, match="other requests' readouts take the memory") as refused:
+            with pytest.raises(RequestError, match="other requests' readouts and lenses take") as refused:
                 await table.fetch("2", named("c", "d"))
             assert (refused.value.status, refused.value.code) == (429, "server_busy")
-        with table.lending("3"), pytest.raises(RequestError, match="limit is 2000") as refused:
+        with table.lending("3"), pytest.raises(RequestError, match="max_request_tensor_bytes is 2000") as refused:
             await table.fetch("3", named("a", "b", "c", "d"))
         assert refused.value.field == "readouts[3].name"
 

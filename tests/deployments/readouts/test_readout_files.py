@@ -11,8 +11,7 @@ from safetensors.torch import load, save
 
 from deployments.accounts import Account
 from deployments.errors import RequestError
-from deployments.readouts import files as readout_files
-from deployments.readouts.files import ReadoutFiles
+from deployments.readouts.files import LensFiles, ReadoutFiles, as_file, define_lens
 
 ANN, BOB, ADMIN = Account("ann", is_admin=False), Account("bob", is_admin=False), Account("root")
 ROOM = 1 << 20
@@ -59,11 +58,10 @@ def test_each_owner_has_names_of_their_own(tmp_path: Path) -> None:
     assert again.get("truth", ANN)
 
 
-def test_a_start_reads_no_values_of_what_was_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = ReadoutFiles(tmp_path).put(probe(), None, ROOM)
-
-    def read(*_: object) -> None:
-        raise AssertionError("the whole file is read")
-
-    monkeypatch.setattr(readout_files, "define", read)
-    assert ReadoutFiles(tmp_path).get("truth") == kept
+def test_a_lens_that_an_operator_puts_into_the_directory_has_the_name_of_its_file(tmp_path: Path) -> None:
+    spec = {"name": "tuned", "model": "demo", "kind": "tuned", "card": {"tokens": 7}}
+    _, data = as_file(define_lens(save({f"layers.{layer}.weight": torch.eye(8) for layer in (2, 0)}), spec))
+    (tmp_path / ".lenses").mkdir()
+    (tmp_path / ".lenses" / "v1.2@ann.safetensors").write_bytes(data)
+    (found,) = LensFiles(tmp_path).list(2, None, ANN)
+    assert (found["name"], found["layers"], found["hidden"], found["card"]) == ("v1.2", [0, 2], 8, {"tokens": 7})

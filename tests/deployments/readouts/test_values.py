@@ -77,15 +77,3 @@ def test_an_autoencoder_gives_the_papers_features(activation: str, taken_off: bo
     got = Readout(define(data), CPU).encode(rows())
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert (got > 0).any(), "an autoencoder that gives nothing shows nothing"
-
-
-@pytest.mark.parametrize(
-    ("kind", "becomes"),
-    [("add", lambda f: f + 2), ("scale", lambda f: f * 2), ("clamp", lambda f: f * 0 + 2), ("zero", lambda f: f * 0)],
-)
-def test_a_changed_feature_moves_a_row_along_its_direction_alone(kind: str, becomes) -> None:
-    data = sae(HIDDEN, FEATURES)
-    readout, x = Readout(define(data), CPU), rows()
-    now = readout.encode(x)[:, 11]
-    want = (becomes(now) - now)[:, None] * load(data)["W_dec"][11]
-    torch.testing.assert_close(readout.change(x, 11, kind, torch.tensor([2.0])), want)

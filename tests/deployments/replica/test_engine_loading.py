@@ -49,7 +49,7 @@ def test_a_model_is_described_by_all_it_is_served_with_and_no_secret():
     assert told["source"] == str(WEIGHTS)
     assert told["versions"]["torch"] == importlib.metadata.version("torch")
     assert "/keys" not in json.dumps(told)
-    assert told["tokens_depend_on_batch"] is False
+    assert (told["tokens_depend_on_batch"], told["quantization"]) == (False, None)
     assert bool(told["device_name"]) == (device != "cpu")
 
 
@@ -109,8 +109,8 @@ def test_replicas_of_one_machine_divide_the_memory_for_keys_and_values(monkeypat
     monkeypatch.setattr("deployments.model.device_memory.free_bytes", lambda device: 1 << 30)
     monkeypatch.setattr("deployments.model.device_memory.reserved_for_others", lambda model: 0)
     budgets = []
-    for replicas in (1, 2):
-        engine = load_engine(Options(threads=1, num_replicas=replicas, kv_fraction=0.8))
+    for replicas in ({"num_replicas": 1}, {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}):
+        engine = load_engine(Options(threads=1, kv_fraction=0.8, **replicas))
         engine.step()
         budgets.append(engine.statistics.kv_budget_bytes)
     assert budgets[0] == pytest.approx(0.8 * 2**30, rel=0.01)

@@ -10,11 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from deployments.accounts import Account
+from deployments.chat.prompts import Prompts
 from deployments.engine.request import GREEDY
 from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, NOT_TAKEN, End, Refusal
 from deployments.options import Options
 from deployments.points.capture import Capture
+from deployments.points.logit_lens import LogitLens
+from deployments.points.placement import AnswerReasoning
 from deployments.replica import runs
 from deployments.replica.replica import MOST_TEXTS, ModelReplica
 from tests.waiting import wait_until
@@ -63,11 +67,19 @@ def job(**fields):
     return Job(**{"id": "job", "prompts": ["Tom has 3 boxes."], "max_tokens": 4, "sampling": GREEDY} | fields)
 
 
-def test_a_working_engine_is_healthy(replica):
-    messages = asyncio.run(replica.complete(job()))
-    assert isinstance(messages[-1], End)
-    assert messages[-1].completion_tokens > 0
-    replica.check_health()
+def test_each_choice_has_the_rows_and_the_lens_of_its_own_reasoning(replica, monkeypatch):
+    def even(prompts, job, prompt):
+        return AnswerReasoning(lambda token: token % 2 == 0, len(prompt.ids))
+
+    monkeypatch.setattr(Prompts, "reasoning", even)
+    capture = Capture.model_validate({"points": ["norm.output"], "tokens": "reasoning", "return": "inline"})
+    lens = LogitLens(layers=[0], tokens="reasoning")
+    chat = {"messages": [{"role": "user", "content": "Tom has 3 boxes."}], "prompts": [], "max_tokens": 12, "n": 2}
+    ends = asyncio.run(replica.complete(job(capture=capture, logit_lens=lens, token_ids=True, **chat)))
+    for end in ends:
+        at = [end.prompt_tokens + i for i, token in enumerate(end.piece.token_ids) if token % 2 == 0]
+        assert [entry["position"] for entry in end.piece.lens] == at
+        assert end.run.points["norm.output"]["shape"][0] == len(at) > 1
 
 
 def test_a_stop_string_that_is_a_special_token_ends_an_answer(replica):
@@ -121,12 +133,6 @@ def test_a_job_that_comes_before_the_process_of_a_dead_engine_ends_was_not_begun
     finally:
         ends.set()
         replica._thread.join(timeout=30)
-
-
-def test_a_job_sent_to_a_dead_engine_is_refused_at_once(replica):
-    replica._engine.stop()
-    replica._thread.join(timeout=30)
-    assert asyncio.run(replica.complete(job()))[-1].status == 503
 
 
 def test_a_request_whose_answer_cannot_be_read_fails_alone(replica):
@@ -259,6 +265,24 @@ def test_more_requests_than_places_get_429_and_one_that_is_too_large_for_them_40
     refused, never = asyncio.run(both())
     assert (refused.status, refused.code) == (429, "server_busy")
     assert (never.status, never.field) == (400, "n")
+
+
+def test_one_owner_takes_no_more_places_than_it_leaves(serve):
+    replica = serve(max_running=1, max_queued=7)
+
+    def of(owner, **fields):
+        return job(id=owner, account=Account(owner, is_admin=False), **fields)
+
+    async def both():
+        first = replica.stream(of("a", n=4, max_tokens=4000, ignore_eos=True))
+        await anext(first)
+        refused, other = await replica.complete(of("a")), replica.stream(of("b", n=4))
+        await first.aclose()
+        return refused[-1], [message async for gathered in other for message in gathered]
+
+    refused, others = asyncio.run(both())
+    assert (refused.status, refused.code) == (429, "server_busy")
+    assert sum(isinstance(message, End) for message in others) == 4
 
 
 def test_texts_to_tokenize_keep_no_generation_waiting_and_too_many_get_429(replica):

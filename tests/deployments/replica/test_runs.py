@@ -102,7 +102,7 @@ def run(error: Exception, knows: bool = False, **capture):
 
 ERRORS = [
     (StoreError("the disk is full: free some room"), "disk is full"),
-    (ActorUnavailableError("the store", None), "the store"),
+    (ActorUnavailableError("the store", None), "store"),
 ]
 
 
@@ -130,7 +130,7 @@ def test_each_prompt_of_a_list_has_the_hash_that_it_has_alone(tmp_path):
 def test_a_request_that_requires_its_activations_fails_with_them():
     messages = run(StoreError("the disk is full: free some room"), required=True)
     assert isinstance(messages[-1], Refusal)
-    assert (messages[-1].status, messages[-1].field) == (500, "capture")
+    assert (messages[-1].status, messages[-1].field) == (503, "capture")
     assert "disk is full" in messages[-1].message
 
 
@@ -139,13 +139,6 @@ def test_a_request_that_requires_its_activations_does_not_run_where_they_cannot_
     [refusal] = run(error, knows=True, required=True)
     assert (refusal.status, refusal.code, refusal.field) == (503, "store_unavailable", "capture.required")
     assert reason in refusal.message
-
-
-def test_only_a_request_that_requires_its_activations_asks_whether_they_can_be_stored():
-    messages = run(StoreError("the disk is full"), knows=True)
-    assert messages[-1].run.status == "failed"
-    inline = run(StoreError("the disk is full"), knows=True, required=True, **{"return": "inline"})
-    assert inline[-1].run.status == "inline"
 
 
 ROW = 4 * 192  # bytes

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from pathlib import Path
@@ -93,31 +91,6 @@ def test_the_report_says_where_activations_lie_and_how_to_load_one(
     assert f'print(run["{POINT}"].shape)' in printed
 
 
-def test_activations_that_are_not_known_to_be_stored_are_told_with_the_servers_reasons_and_end_in_status_1(
-    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    problems = write_problems("", "[unstored]", "[silent]", "[unstored]", "[pending]")
-    options = ["--collect-activations", "--mode", "no-tools", "--inline-activations", "4"]
-    code, summary, results = evaluate(server, problems, *options)
-    recorded = summary["activations"]
-    assert code == 1
-    assert (summary["counts"]["failed"], summary["incomplete"]) == (0, None)
-    assert (recorded["answers"], recorded["not_stored"], recorded["runs"]) == (5, 4, 1)
-    reasons = {"the disk is full": 2, "the answer has no activations_meta": 1, "the answer says 'pending'": 1}
-    assert recorded["why_not_stored"] == reasons
-    printed = capsys.readouterr()
-    said = "activations of 4 of 5 answers were not confirmed as stored: the disk is full (2); "
-    assert said in printed.err
-    assert said in printed.out
-    samples = [json.loads(path.read_text()) for path in (results / "samples").iterdir()]
-    errors = {s["question"].split()[0]: list(s["activations"].values()) for s in samples if "[" in s["question"]}
-    assert errors == {
-        "[unstored]": [{"error": "the disk is full"}],
-        "[silent]": [{"error": "the answer has no activations_meta"}],
-        "[pending]": [{"error": "the answer says 'pending'"}],
-    }
-
-
 def test_every_problem_counts_but_those_that_the_server_did_not_answer(
     server: FakeServer, further: Further, write_problems: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,36 +171,3 @@ def test_it_runs_where_no_cpu_is_free(server: FakeServer, write_problems: Write)
     for replica in replicas:
         ray.kill(replica)
     assert (code, summary["counts"]["samples"]) == (0, 4)
-
-
-def test_a_results_directory_with_a_run_is_not_mixed_with_another(
-    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_problems("")
-    evaluate(server, path, "--mode", "no-tools")
-    before = lines(path.parent / "results")
-    code, _, results = evaluate(server, path, "--mode", "no-tools")
-    assert code == 2
-    assert "--results-dir" in capsys.readouterr().err
-    assert lines(results) == before
-
-
-def test_the_command_joins_a_running_cluster(server: FakeServer, cluster: Any, write_problems: Write) -> None:
-    path = write_problems("", "[wrong]")
-    argv = ["--base-url", server.base_url, "--dataset", str(path), "--seed", "3"]
-    argv += ["--results-dir", str(path.parent / "out")]
-    done = subprocess.run(
-        [sys.executable, "-m", "evals.gsm8k", *argv],
-        env=cluster.env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((path.parent / "out" / "summary.json").read_text())
-    assert summary["model"] == "fake/model"
-    assert summary["conditions"]["with-tools.control"]["strict"]["accuracy"] == 0.5
-    assert "with-tools: 100%" in done.stderr
-    # One clean bar: nothing of Ray's own on the terminal.
-    seen = done.stderr.replace("\r", "\n").splitlines()
-    assert [line for line in seen if line.strip() and "tools:" not in line] == []

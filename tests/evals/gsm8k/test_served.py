@@ -14,7 +14,7 @@ from evals.results.results import read_samples
 from evals.task.records import tool_calls
 
 
-def test_recorded_values_come_into_the_samples_and_the_files_into_the_results(served: Any, tmp_path: Path) -> None:
+def test_recorded_values_files_and_the_servers_options_come_into_the_results(served: Any, tmp_path: Path) -> None:
     results = tmp_path / "results"
     argv = ["--base-url", served.base_url, "--samples", "2", "--few-shot", "1", "--results-dir", str(results)]
     argv += ["--collect-activations", "--capture", '{"tokens": {"last": 3}}']
@@ -32,6 +32,12 @@ def test_recorded_values_come_into_the_samples_and_the_files_into_the_results(se
             for values in points.values():
                 assert (values["format"], values["shape"][0]) == ("sampled_tensor", 3)
                 assert 1 <= sum(map(len, values["data"])) <= 6
+    told = json.loads((results / "config.json").read_text())
+    assert (told["model"]["id"], told["model"]["revision"]) == ("vitrine-demo", revision_of(str(WEIGHTS)))
+    options = told["server"]["options"]
+    assert Options.model_fields.keys() - options.keys() == {"api_keys_file"}
+    assert (options["dtype"], options["device"], options["max_running"]) == ("float32", "cpu", 64)  # also by default
+    assert told["server"]["versions"]["torch"] == told["versions"]["torch"]
 
 
 def test_the_labels_of_a_real_run_name_the_tokens_of_answers_calls_and_results(served: Any, tmp_path: Path) -> None:
@@ -60,20 +66,3 @@ def test_the_labels_of_a_real_run_name_the_tokens_of_answers_calls_and_results(s
             assert json.loads(calls[-1]["arguments"])["expression"] in shown["tool_calls"]
     assert table["span.answer"].null_count < 8
     assert table["span.tool_calls"].null_count < 8
-
-
-def test_config_json_has_the_models_revision_and_the_servers_options(served: Any, tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    argv = ["--base-url", served.base_url, "--samples", "1", "--mode", "no-tools", "--results-dir", str(results)]
-    assert main(argv) == 0
-    told = json.loads((results / "config.json").read_text())
-    assert told["model"]["id"] == "vitrine-demo"
-    assert told["model"]["revision"] == revision_of(str(WEIGHTS))
-    options = told["server"]["options"]
-    assert Options.model_fields.keys() - options.keys() == {"api_keys_file"}
-    assert (options["dtype"], options["device"], options["max_running"]) == (
-        "float32",
-        "cpu",
-        64,
-    )  # those by default, too
-    assert told["server"]["versions"]["torch"] == told["versions"]["torch"]

@@ -79,22 +79,17 @@ def test_answers_without_a_report_say_all_the_same_what_failed(
     assert "evals.gsm8k: 1 of 2 samples failed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "option", [{"rewards": {"format": 1}}, {"rule": "strict"}, {"max_tokens": 7}, {"capture": {"layers": "all"}}]
-)
 def test_a_report_alone_takes_no_other_options_than_the_run(
-    server: FakeServer,
-    write_problems: Write,
-    further: Further,
-    capsys: pytest.CaptureFixture[str],
-    option: dict[str, Any],
+    server: FakeServer, write_problems: Write, further: Further, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = write_problems("")
     here = ["--results-dir", str(dataset.parent / "results"), "--base-url", server.base_url]
     asked = ["--collect-activations", "--capture", '{"points": ["norm.output"]}', "--stages", "generate"]
     main([*here, "--dataset", str(dataset), "--mode", "no-tools", *asked])
-    assert main([*here, "--stages", "report", *further(**option)]) == 2
-    assert f"holds an evaluation with different {next(iter(option))}; leave these options" in capsys.readouterr().err
+    others: dict[str, Any] = {"rewards": {"format": 1}, "rule": "strict", "max_tokens": 7, "capture": {"layers": "all"}}
+    for name, value in others.items():
+        assert main([*here, "--stages", "report", *further(**{name: value})]) == 2
+        assert f"holds an evaluation with different {name}; leave these options" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--stages", "report"], ["--resume"]])

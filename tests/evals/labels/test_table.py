@@ -150,15 +150,6 @@ def test_without_the_rows_or_texts_of_a_part_its_span_is_null_and_the_summary_sa
         assert facts(table)["why_no_spans"] in summary(table)
 
 
-def test_transferred_files_are_read_where_the_store_is_elsewhere(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "results", tmp_path / "results")
-    shutil.copytree(made / "store" / "_" / SESSION, tmp_path / "results" / "activations" / SESSION)
-    for path in (tmp_path / "results" / "samples").iterdir():
-        path.write_text(path.read_text().replace("file:///", "s3://bucket/"))
-    there, here = labelled(tmp_path / "results"), labelled(made / "results")
-    assert there.drop_columns("uri") == here.drop_columns("uri")
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -31,6 +31,8 @@ class Made:
     text: bool = True
     first: int | None = None
     revision: str | None = None
+    roles: Sequence[int] | None = None
+    turns: Sequence[int] | None = None
 
 
 def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
@@ -54,6 +56,8 @@ def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
                 prompt_tokens=made.prompt_tokens,
                 points=made.rows,
                 text_offsets=begins[rows].tolist(),
+                roles=made.roles,
+                turns=made.turns,
             )
             facts = RunInfo(
                 made.run_id,

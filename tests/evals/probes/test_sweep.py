@@ -212,15 +212,17 @@ def test_choices_of_tokens_read_the_rows_that_they_name(directory: Path) -> None
         rows = torch.randn(4, 8, generator=random)
         rows[1, 0] += 4.0 if i % 2 else 0.0
         tags = {"label": "true" if i % 2 else "false", "group": str(i // 4)}
-        made.append(Made(f"t{i}", {"norm.output": rows}, tags, (f"a{i}", " b", " c", " d"), prompt_tokens=2))
-    tokens = ["prompt_last", "generated_last", "mean", "span:2:4", "span:1:2"]
+        chat = {"roles": [0, 1, 2, 2], "turns": [0, 1, 2, 2]}
+        made.append(Made(f"t{i}", {"norm.output": rows}, tags, (f"a{i}", " b", " c", " d"), prompt_tokens=2, **chat))
+    tokens = ["prompt_last", "generated_last", "mean", "span:2:4", "span:1:2", "role:user", "turn:-1", "answer"]
     found = run(directory, "tokens", made, tokens=tokens, points=["norm.output"], methods=["logistic"], permutations=0)
     areas = {row["tokens"]: row["auroc"] for row in found.rows}
     assert list(areas) == tokens
-    assert areas["prompt_last"] == areas["span:1:2"] > 0.95
+    assert areas["prompt_last"] == areas["span:1:2"] == areas["role:user"] > 0.95
+    assert areas["turn:-1"] == areas["answer"] == areas["span:2:4"]
     assert areas["mean"] > 0.8
     assert max(areas["generated_last"], areas["span:2:4"]) < 0.65
-    assert found.headline["tokens"] in ("prompt_last", "span:1:2")
+    assert found.headline["tokens"] in ("prompt_last", "span:1:2", "role:user")
 
 
 def test_runs_that_repeat_others_count_once_and_equal_prompts_share_a_fold(directory: Path) -> None:

@@ -61,11 +61,6 @@ def test_what_is_not_stored_is_no_reason_to_say_that_a_transfer_lacks_it(tmp_pat
     assert not (directory / FOLDER).exists()
 
 
-def test_bytes_of_a_dtype_that_is_not_known_are_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report(answered(tmp_path / "run", activations=lambda run_id: stored(run_id, "float8_e5m2")))
-    assert "4 runs, 12 tokens, 1 points, bytes not known" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("modes", [("no-tools",), ("no-tools", "with-tools")])
 def test_variants_without_the_control_are_compared_with_nothing_and_that_is_said(
     tmp_path: Path, modes: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,4 @@
 import copy
-import json
-import platform
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -25,20 +23,6 @@ def told(server: FakeServer, tmp_path: Path) -> Facts:
     config = parse_args(["--base-url", server.base_url, "--model", "fake/model", "--dataset", str(dataset)])
     few_shot = [Example("e", "What is 1 + 1?", "#### 2")]
     return facts(config, Prompts({"control": ""}, few_shot), dataset, 1)
-
-
-def test_config_json_has_the_models_revision_the_servers_options_and_no_key(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-s3cret")
-    server.told = REVISION | {"options": {"dtype": "bfloat16", "threads": 4}, "versions": {"torch": "2.13.0"}}
-    found = told(server, tmp_path)
-    assert found["model"] == {"id": "fake/model", "object": "model"} | REVISION
-    assert found["server"] == {"options": {"dtype": "bfloat16", "threads": 4}, "versions": {"torch": "2.13.0"}}
-    assert found["versions"]["python"] == platform.python_version()
-    assert found["config"]["max_outage"] == 600.0
-    assert json.loads(text := json.dumps(found)) == found
-    assert "s3cret" not in text
 
 
 @pytest.mark.parametrize(

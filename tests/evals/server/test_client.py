@@ -49,12 +49,6 @@ def test_a_server_that_knows_no_max_tokens_is_asked_for_max_completion_tokens_fr
     assert limits == [{"max_tokens": 9}, {"max_completion_tokens": 9}, {"max_completion_tokens": 9}]
 
 
-def test_max_tokens_that_are_too_many_are_refused_and_not_asked_for_otherwise(server: FakeServer) -> None:
-    with pytest.raises(RequestFailed, match="HTTP 400: max_tokens: too many"):
-        ask(server.base_url, "[long]")
-    assert len(server.requests) == 1
-
-
 def test_the_first_model_is_the_servers_own_order(server: FakeServer) -> None:
     server.models = ["b/second", "a/first"]
     assert first_model(server.base_url) == "b/second"

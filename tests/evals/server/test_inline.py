@@ -99,7 +99,7 @@ def test_a_run_that_is_larger_than_what_may_be_copied_is_said_to_be(
 
 
 @given(changes=st.dictionaries(st.integers(0, 1 << 16), st.integers(0, 255), max_size=20), cut=st.integers(0, 1 << 16))
-@settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(suppress_health_check=list(HealthCheck))
 def test_whatever_bytes_a_server_sends_a_run_has_values_or_an_error(
     store: Store, changes: dict[int, int], cut: int
 ) -> None:

@@ -19,7 +19,6 @@ from deployments import __version__
 from evals.gsm8k.__main__ import main
 from vitrine.own_server import free_port
 
-Write = Callable[..., Path]
 ROOT = Path(__file__).parents[3]
 
 

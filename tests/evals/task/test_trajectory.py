@@ -78,40 +78,6 @@ def test_half_an_emoji_of_the_model_is_kept_from_text_and_tools(server: FakeServ
     assert Sample.model_validate_json(sample.model_dump_json()) == sample
 
 
-@pytest.mark.parametrize(
-    ("label", "outcome"),
-    [
-        ("", "correct"),
-        ("[wrong]", "wrong"),
-        ("[invalid]", "invalid"),
-        ("[cut]", "truncated"),
-        ("[loop]", "turn_limit"),
-        ("[refused]", "failed"),
-        ("[long]", "failed"),  # the question fits, and --max-tokens beside it does not
-    ],
-)
-def test_each_sample_has_one_outcome(server: FakeServer, label: str, outcome: str) -> None:
-    assert play(server, label, "with-tools").outcome == outcome
-
-
-@pytest.mark.parametrize(
-    ("label", "outcome", "finish", "turns"),
-    [
-        ("[full]", "truncated", "length", 1),
-        ("[wide]", "truncated", "length", 0),
-        ("[late]", "timed_out", "timeout", 0),
-    ],
-)
-def test_a_conversation_that_grows_too_long_is_a_wrong_answer_on_any_turn(
-    server: FakeServer, label: str, outcome: str, finish: str, turns: int
-) -> None:
-    sample = play(server, label, "with-tools")
-    assert (sample.outcome, sample.finish_reason, len(sample.turns)) == (outcome, finish, turns)
-    assert (sample.correct, sample.correct_flexible) == (False, False)
-    assert str(sample.error).startswith("HTTP 4" if outcome == "truncated" else "HTTP 504")
-    assert len(trajectory(sample)) == len(sample.messages)
-
-
 def test_worked_examples_are_no_answer_of_the_model(server: FakeServer) -> None:
     shown = [Example("e", "What is 2 + 3?", "#### 5")]
     sample = play(server, "[wide]", "no-tools", few_shot=shown)

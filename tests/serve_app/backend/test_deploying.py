@@ -7,8 +7,9 @@ import ray
 
 from deployments.errors import LoadError
 from deployments.options import Options
+from deployments.serve_actors import environment
 from serve_app.backend import deploying
-from serve_app.backend.deploying import environment, loaded, replicas, with_gpus
+from serve_app.backend.deploying import loaded, replicas, with_gpus
 
 
 def test_serve_takes_messages_as_large_as_the_largest_body():
@@ -54,8 +55,10 @@ def test_a_model_for_which_no_gpu_is_free_is_refused_with_the_numbers_unless_the
     with pytest.raises(LoadError, match=r"needed: 1, .* cluster: 2; free: 0.5. Unload .*=0.5") as refusal:
         loaded(Options())
     assert (refusal.value.status, refusal.value.code) == (409, "no_free_gpu")
-    with pytest.raises(LoadError, match="needed: 3"):
-        replicas(Options(num_replicas=3))
+    for given in ({"num_replicas": 3}, {"autoscaling": {"initial_replicas": 3, "max_replicas": 4}}):
+        with pytest.raises(LoadError, match="needed: 3"):
+            replicas(Options(**given))
+    replicas(Options(autoscaling={"min_replicas": 0, "max_replicas": 4}))  # one starts
     loaded(Options(num_gpus=1, num_replicas=3))  # waits for a node
 
 

@@ -13,18 +13,22 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from ray import serve
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common.measured_models import save
 from deployments.activations import read_run
+from deployments.model.load import revision_of
 from deployments.options import DEMO, NO_MODEL, Options
 from serve_app import build_app
-from serve_app.backend import model_loader
+from serve_app.backend import model_loader, served_model
 from serve_app.backend.model_registry import Models
 from serve_app.http.errors import ApiError
 from serve_app.schemas.models import LoadRequest
+from tests.adapters import lora
 
 APP = "several"
 TINY = "tests/tiny"
+ADAPTED = f"{TINY}+tests/lora"
 ONCE = """# The code of a model that starts once: what comes second waits until it is told to fail.
 import os
 import time
@@ -208,27 +212,6 @@ def goes(server: Server, body: dict, whole: str, eventually) -> None:
             unload.result()
 
 
-@pytest.mark.long  # a replica starts; a model goes above
-def test_a_model_can_be_loaded_while_it_is_unloaded(with_tiny, eventually):
-    server = with_tiny
-    first = server.say(TINY).json()["choices"][0]["text"]
-    body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with (
-        ThreadPoolExecutor(3) as pool,
-        httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer,
-    ):
-        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
-        next(lines)
-        unloads = [pool.submit(server.unload, TINY) for _ in range(2)]
-        eventually(lambda: server.say(TINY).status_code, lambda status: status == 404)
-        again = pool.submit(server.load, TINY, **SETTINGS)
-        assert list(lines)[-1] == "[DONE]"
-        for unload in unloads:
-            unload.result()
-        assert again.result()["model"] == TINY
-    assert server.say(TINY).json()["choices"][0]["text"] == first
-
-
 def fails(server: Server, body: dict, status: int, param: str | None, code: str) -> str:
     """Assert that a load fails with this reason, and leaves nothing; gives what it says."""
     before, health = applications(), server.get("/health").json()
@@ -291,6 +274,30 @@ def test_a_loaded_model_records_its_savepoints_and_loading_it_again_loads_nothin
     assert points["mixed"]["data"] == points["layers.0.mlp.output"]["data"]
 
 
+def test_a_model_is_served_beside_the_same_with_an_adapter(with_tiny, models_dir):
+    pytest.importorskip("peft")
+    directory = models_dir / "tests/lora"
+    apart = lora(AutoModelForCausalLM.from_pretrained(models_dir / TINY), directory)
+    body = {"model_id": TINY, "adapter": "tests/lora"}
+    assert with_tiny.load(**body)["model"] == ADAPTED
+    assert with_tiny.load(**body)["model"] == ADAPTED
+    refused_for(with_tiny.post("/models/load", dtype="bfloat16", **body), 409, "dtype", "model_loaded_otherwise")
+    prompt = AutoTokenizer.from_pretrained(models_dir / TINY)("Tom has 3", return_tensors="pt").input_ids
+    expected = apart.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)[0].tolist()
+    runs = {}
+    for model in (TINY, ADAPTED):
+        (told,) = with_tiny.say(model, capture={"points": ["norm.output"]}).json()["activations_meta"]["runs"]
+        runs[model] = read_run(told["points"]["norm.output"]["uri"], run_id=told["run_id"])
+    assert runs[ADAPTED].token_ids.tolist() == expected != runs[TINY].token_ids.tolist()
+    revision = with_tiny.get(f"/v1/models/{ADAPTED}").json()["adapter_revision"]
+    assert revision == revision_of(str(directory))
+    facts = runs[ADAPTED].segment
+    assert (facts.model, facts.adapter, facts.adapter_revision) == (ADAPTED, "tests/lora", revision)
+    with_tiny.unload(ADAPTED)
+    assert with_tiny.served == {TINY}
+    fails(with_tiny, body | {"adapter": "tests/none"}, 404, "adapter", "model_not_found")
+
+
 def test_a_model_loaded_with_eager_attention_shows_its_patterns(with_tiny):
     capture = {"points": ["layers.1.attention.weights"], "return": "inline"}
     points = with_tiny.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
@@ -328,7 +335,7 @@ def test_what_serve_says_of_a_failure_is_told_without_its_traceback():
     except RuntimeError:
         said = f"A replica failed to start with exception. Retrying. Error:\n{traceback.format_exc()}"
     assert __file__ in said
-    assert model_loader.reason(said).message == "RuntimeError: no room"
+    assert served_model.reason(said).message == "RuntimeError: no room"
 
 
 FAILURES = [

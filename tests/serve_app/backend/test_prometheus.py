@@ -197,12 +197,13 @@ def test_requests_are_counted_by_route_and_how_they_ended(served, eventually):
         for family in text_string_to_metric_families(exported(served, eventually)):
             for sample in family.samples:
                 name, labels = sample.name.removeprefix("ray_vitrine_"), sample.labels
-                if name != sample.name and "route" in labels:
-                    told[name, labels["route"], labels.get("status", "")] += sample.value
+                if name != sample.name and labels.keys() & {"route", "status"}:
+                    told[name, labels.get("route", ""), labels.get("status", "")] += sample.value
         return told
 
     before = counted()
     chat = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 3}
+    chat |= {"session_id": "counted", "capture": {"layers": [0], "sites": ["output"]}}
     text = {"model": "vitrine-demo", "prompt": ["Tom has", "Ann has"], "max_tokens": 3, "n": 2}
     prompts = 0.0
     for path, body in (("chat/completions", chat), ("completions", text)):
@@ -221,6 +222,7 @@ def test_requests_are_counted_by_route_and_how_they_ended(served, eventually):
         ("request_seconds_count", chats, ""): 2,
         ("request_seconds_count", texts, ""): 3,
         ("first_token_seconds_count", texts, ""): 1,
+        ("runs_total", "", "stored"): 1,
     }
     asked["prompt_tokens_total", "", ""] = prompts
 

@@ -78,16 +78,10 @@ def test_an_open_server_answers_by_any_address_but_by_no_name_that_a_website_cou
     [
         {"x-forwarded-host": "lab.example"},
         {"x-forwarded-for": "203.0.113.5"},
-        {"x-forwarded-for": "127.0.0.1, 203.0.113.5"},
         {"x-real-ip": "203.0.113.5"},
-        {"forwarded": "for=127.0.0.1;host=lab.example"},
-        {"forwarded": 'for="[2001:db8::5]:4711"'},
         {"forwarded": "by=unknown"},
         {"via": "1.1 proxy"},
-        {"x-forwarded-proto": "https"},
-        {"x-forwarded-host": "localhost", "x-forwarded-for": "203.0.113.5"},  # the client chose the first
-        {"x-forwarded-host": "localhost, lab.example"},
-        {"x-forwarded-host": "localhost:3000", "x-forwarded-for": "127.0.0.1"},
+        {"x-forwarded-host": "localhost:3000", "x-forwarded-for": "127.0.0.1"},  # the client may have chosen both
         {"x-forwarded-port": ""},
     ],
     ids=str,
@@ -140,29 +134,6 @@ def test_json_by_other_names_is_json(given):
     assert asked(HOME | {"content-type": given, "content-length": "10"}) == PASSED
 
 
-@pytest.mark.parametrize("path", ["/health", "/docs", f"/response/{'0' * 32}/result"])
-def test_a_content_type_without_end_is_refused_and_read_to_no_more_than_its_beginning(path):
-    class Counted(bytes):  # what is looked at of it
-        def __getitem__(self, key: Any) -> bytes:
-            assert key.stop <= 256
-            return super().__getitem__(key)
-
-    passed: list[Scope] = []
-
-    async def keep(scope: Scope, receive: Receive, send: Send) -> None:
-        passed.append(scope)
-
-    said: list[Any] = []
-
-    async def send(message: Any) -> None:
-        said.append(message)
-
-    headers = [(b"content-type", Counted(b"/" * (1 << 15))), (b"content-length", b"2")]
-    scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": headers}
-    asyncio.run(Limits(keep, Options())(scope, lambda: None, send))
-    assert (said[0]["status"], passed) == (400, [])
-
-
 def test_headers_without_end_are_refused_before_anything_is_made_of_them(served):
     answer = httpx.get(f"{served.root}/health", headers={"X-Forwarded-For": "127.0.0.1," * 10_000}, timeout=60)
     assert answer.status_code in (400, 431)  # the proxy may have a limit of its own
@@ -185,28 +156,13 @@ def test_an_allowed_host_is_a_name_without_a_port(options):
 
 
 REBOUND = {"Host": EVIL, "Origin": f"http://{EVIL}"}
+PASSED_ON = {"Host": "127.0.0.1", "X-Forwarded-For": "203.0.113.5", "X-Forwarded-Host": "lab.example"}
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("DELETE", "/v1/activations/session/none-such"),
-        ("POST", "/models/load"),
-        ("POST", "/v1/interventions"),
-        ("GET", "/v1/activations/sessions"),
-        ("GET", "/openapi.json"),
-        ("GET", "/metrics"),
-    ],
-)
-def test_a_website_administers_no_server_by_a_name_that_leads_to_it(served, method, path):
-    answer = httpx.request(method, served.root + path, headers=REBOUND, json={"model_id": "a/b"}, timeout=60)
-    assert answer.status_code == 403
-    assert answer.json()["error"]["code"] == "host_not_allowed"
-    assert "allowed_hosts" in answer.json()["error"]["message"]
-
-
-def test_a_proxy_on_this_machine_opens_the_server_to_nobody(served):
-    passed_on = {"Host": "127.0.0.1", "X-Forwarded-For": "203.0.113.5", "X-Forwarded-Host": "lab.example"}
-    answer = httpx.get(f"{served.base_url}/models", headers=passed_on, timeout=60)
-    assert answer.json()["error"]["code"] == "host_not_allowed"
-    assert httpx.get(f"{served.root}/health", headers=passed_on | {"Host": "10.0.0.7"}, timeout=60).status_code == 200
+@pytest.mark.parametrize("headers", [REBOUND, PASSED_ON], ids=["a name that leads here", "a proxy here"])
+def test_a_server_without_keys_opens_to_no_website_and_to_nobody_behind_a_proxy(served, headers):
+    for method, path in (("POST", "/models/load"), ("GET", "/openapi.json"), ("GET", "/metrics")):
+        answer = httpx.request(method, served.root + path, headers=headers, json={"model_id": "a/b"}, timeout=60)
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "host_not_allowed"
+        assert "allowed_hosts" in answer.json()["error"]["message"]

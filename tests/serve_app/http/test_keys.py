@@ -16,7 +16,7 @@ import serve_app
 from deployments.client_code.job import CLASS
 from deployments.options import Options
 from serve_app.http.keys import VARIABLE, Keys, Role
-from tests.serve_app.keyed import ADMIN, CODE, FROM_ENVIRONMENT, ORIGIN, USE
+from tests.serve_app.keyed import ADMIN, CODE, FROM_ENVIRONMENT, IN_FILE, ORIGIN, USE
 
 CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
 # Routes that change the server for all, and what an admin gets for what is not there.
@@ -125,6 +125,23 @@ def test_only_an_admin_loads_and_unloads(keyed, method, path, body, code):
     assert refused(ADMIN)[1] == code
 
 
+def test_a_running_server_takes_the_keys_of_a_changed_file(keyed, keys_file, eventually):
+    new = "sk-new-8sHq2LpZx7"
+
+    def statuses(*_):
+        answers = [httpx.get(f"{keyed}/v1/models", headers=bearer(key), timeout=60) for key in (USE, new, ADMIN)]
+        answers.append(httpx.get(f"{keyed}/whoami", headers={"ndif-api-key": CODE}, timeout=60))
+        return [answer.status_code for answer in answers]
+
+    assert statuses() == [200, 401, 200, 200]
+    try:
+        keys_file.write_text(f"use:{new} admin:{ADMIN}")
+        eventually(statuses, lambda now: now == [401, 200, 200, 401])
+    finally:
+        keys_file.write_text(IN_FILE)
+        eventually(statuses, lambda now: now == [200, 401, 200, 200])
+
+
 def test_no_key_is_in_serves_status_or_any_log(keyed, served):
     httpx.get(f"{keyed}/v1/models", headers=bearer(USE), timeout=60)
     url, token = f"{served.cluster.dashboard}/api/serve/applications/", served.cluster.env["RAY_AUTH_TOKEN"]
@@ -203,6 +220,31 @@ def test_what_is_no_key_ends_the_deployment_and_is_not_repeated(read, text, capl
     assert USE not in str(refused.value) + caplog.text
 
 
+@pytest.mark.parametrize(
+    "change", ["", f"king:{USE}", "\udcff", None], ids=["empty", "malformed", "no text", "removed"]
+)
+def test_a_mistake_in_the_file_or_its_removal_changes_no_keys(read, tmp_path, monkeypatch, caplog, change):
+    monkeypatch.setattr("serve_app.http.keys.LOOK_S", 0.0)
+    path, keys = tmp_path / "keys", read(f"use:{USE}")
+    if change is None:
+        path.unlink()
+    else:
+        path.write_text(change, errors="surrogateescape")
+    with caplog.at_level(logging.WARNING, "ray.serve"):
+        assert [keys.caller(key) is not None for key in (USE.encode(), USE.encode(), b"", b"other")] == [
+            True,
+            True,
+            False,
+            False,
+        ]
+    assert len(caplog.records) == 1  # and not at each look
+    assert keys
+    assert USE not in caplog.text
+    path.write_text(f"admin:{ADMIN}")
+    assert keys.caller(USE.encode()) is None
+    assert keys.caller(ADMIN.encode())
+
+
 def test_a_name_outlives_its_key_and_a_key_without_one_is_an_owner_by_itself(read):
     keys = read(f"use@alice:{USE} code@alice:{FROM_ENVIRONMENT} admin:{ADMIN}")
     alice, with_new_key, admin = (keys.caller(key.encode()) for key in (USE, FROM_ENVIRONMENT, ADMIN))
@@ -226,11 +268,6 @@ def test_an_empty_variable_or_a_missing_file_does_not_open_the_server(monkeypatc
     monkeypatch.setenv(VARIABLE, "")
     with pytest.raises(ValueError, match=VARIABLE):
         serve_app.build_app(Options())
-
-
-def test_keys_do_not_show(read):
-    assert USE not in repr(read(f"use:{USE}"))
-    assert "digest" not in repr(read(f"use:{USE}"))
 
 
 @pytest.mark.parametrize("given", ["app.example", "https://app.example/page", "ftp://app.example"])

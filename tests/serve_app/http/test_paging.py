@@ -93,14 +93,6 @@ def test_what_asks_for_no_one_range_asks_for_all_which_is_413_where_it_is_more_t
     assert answer.headers["accept-ranges"] == "bytes"
 
 
-def test_head_says_the_length_whatever_the_range(ask, most):
-    for headers in ({}, {"range": "bytes=0-4"}):
-        answer = ask("HEAD", **headers)
-        assert (answer.status_code, answer.content) == (200, b"")
-        assert answer.headers["content-length"] == "100"
-        assert answer.headers["accept-ranges"] == "bytes"
-
-
 def test_items_that_name_much_make_smaller_pages_which_together_are_all():
     items = [{"id": i, "points": dict.fromkeys(range(9000), {})} for i in range(5)]
     seen, more = [], True

@@ -1,6 +1,6 @@
-"""One example of every section of nnsight's guide: a client's script, which runs each over the server and by itself.
+"""Examples of nnsight's guide: a client's script, which runs each over the server and by itself.
 
-`python nnsight_guide.py DIRECTORY FILE`, with NDIF_HOST set, writes what each section saved, or its failure, to FILE.
+`python nnsight_guide.py DIRECTORY FILE`, with NDIF_HOST set, writes what each saved, or its failure, to FILE.
 """
 
 # ruff: noqa: RET504 - what a block saves comes back under its name
@@ -28,23 +28,6 @@ def access(model, remote):
     return hidden, logits, sums
 
 
-def whole_output(model, remote):
-    with model.trace(PROMPT, remote=remote):
-        out = model.output.save()
-    return out.logits
-
-
-def recorded_states(model, remote):
-    eager = made(model, attn_implementation="eager")
-    with eager.trace(PROMPT, output_hidden_states=True, output_attentions=True, remote=remote):
-        out = eager.output.save()
-    asked = {"output_hidden_states": True, "return_dict_in_generate": True}
-    with model.generate(PROMPT, max_new_tokens=2, do_sample=False, **asked, remote=remote) as tracer:
-        result = tracer.result.save()
-    assert len(out.attentions) == model.config.num_hidden_layers
-    return out.hidden_states, out.attentions, result.hidden_states
-
-
 def a_dict_of_the_script(model, remote):
     kept = {}
     with model.trace(PROMPT, remote=remote):
@@ -62,21 +45,6 @@ def edited_in_place(model, remote):
     return before, after, logits
 
 
-def edited_by_replacement(model, remote):
-    with model.trace(PROMPT, remote=remote):
-        model.model.layers[1].output = model.model.layers[1].output * 0.5
-        logits = model.lm_head.output.save()
-    return logits
-
-
-def tuple_outputs(model, remote):
-    with model.trace(PROMPT, remote=remote):
-        whole = model.model.layers[2].self_attn.output.save()
-        model.model.layers[2].self_attn.output = (whole[0] * 2, *whole[1:])
-        logits = model.lm_head.output.save()
-    return whole[0], logits
-
-
 def inputs(model, remote):
     with model.trace(PROMPT, remote=remote):
         whole = model.model.layers[2].self_attn.inputs.save()
@@ -84,16 +52,6 @@ def inputs(model, remote):
         model.model.layers[4].mlp.input = first
         logits = model.lm_head.output.save()
     return first, whole[1]["hidden_states"], logits
-
-
-def batches_of_invokers(model, remote):
-    with model.trace(remote=remote) as tracer:
-        with tracer.invoke(PROMPT):
-            one = model.lm_head.output[:, -1].save()
-        with tracer.invoke([OTHER, PROMPT]):
-            model.model.layers[0].output[:] = 0
-            two = model.lm_head.output[:, -1].save()
-    return one, two
 
 
 def values_between_invokers(model, remote):
@@ -118,12 +76,6 @@ def an_invoker_without_a_prompt(model, remote):
         with tracer.invoke():
             both = model.lm_head.output[:, -1].save()
     return one, two, both
-
-
-def generation(model, remote):
-    with model.generate(PROMPT, max_new_tokens=5, do_sample=False, remote=remote) as tracer:
-        ids = tracer.result.save()
-    return ids
 
 
 def generation_step_by_step(model, remote):
@@ -151,25 +103,6 @@ def stopping_early(model, remote):
     return hidden
 
 
-def conditional_steps(model, remote):
-    with model.generate(PROMPT, max_new_tokens=5, do_sample=False, remote=remote) as tracer:
-        tokens = nnsight.save([])
-        for step in tracer.iter[:]:
-            if step == 2:
-                model.model.layers[2].output[:] = 0
-            tokens.append(model.lm_head.output[0, -1].argmax())
-    return tokens
-
-
-def gradients(model, remote):
-    with model.trace(PROMPT, remote=remote):
-        hidden = model.model.layers[2].output
-        loss = model.lm_head.output[:, -1].sum()
-        with loss.backward():
-            grad = hidden.grad.save()
-    return grad
-
-
 def edited_gradients(model, remote):
     with model.trace(PROMPT, remote=remote):
         early, late = model.model.layers[1].output, model.model.layers[4].output
@@ -195,12 +128,6 @@ def scanning(model, remote):
     with model.scan(PROMPT, backend=backend):
         shape = nnsight.save(tuple(model.model.layers[2].output.shape))
     return shape
-
-
-def caching(model, remote):
-    with model.trace(PROMPT, remote=remote) as tracer:
-        cache = tracer.cache()
-    return cache["model.model.layers.2"].output, cache["model.model.layers.3.mlp"].output
 
 
 def caching_chosen_modules_and_inputs(model, remote):
@@ -242,52 +169,6 @@ def renaming(model, remote):
     return out
 
 
-def activation_patching(model, remote):
-    with model.trace(remote=remote) as tracer:
-        barrier = tracer.barrier(2)
-        with tracer.invoke(PROMPT):
-            clean = model.model.layers[3].output[:, -1]
-            barrier()
-        with tracer.invoke(OTHER):
-            barrier()
-            model.model.layers[3].output[:, -1] = clean
-            patched = model.lm_head.output[:, -1].save()
-    return patched
-
-
-def logit_lens(model, remote):
-    with model.trace(PROMPT, remote=remote):
-        tops = nnsight.save([])
-        for layer in model.model.layers:
-            tops.append(model.lm_head(model.model.norm(layer.output))[:, -1].softmax(-1).topk(3))
-    return [(top.values, top.indices) for top in tops]
-
-
-def ablation(model, remote):
-    with model.trace(PROMPT, remote=remote):
-        heads = model.model.layers[2].self_attn.o_proj.input
-        width = heads.shape[-1] // model.config.num_attention_heads
-        heads[:, :, :width] = 0
-        logits = model.lm_head.output.save()
-    return logits
-
-
-def attention_patterns(model, remote):
-    eager = made(model, attn_implementation="eager")
-    with eager.trace(PROMPT, remote=remote):
-        patterns = eager.model.layers[2].self_attn.output[1].save()
-    return patterns
-
-
-def steering(model, remote):
-    direction = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    with model.generate(PROMPT, max_new_tokens=5, min_new_tokens=5, do_sample=False, remote=remote) as tracer:
-        for _ in tracer.iter[:5]:
-            model.model.layers[3].output[:] += 4 * direction
-        ids = tracer.result.save()
-    return ids
-
-
 def functions_of_the_script(model, remote):
     with model.trace(PROMPT, remote=remote):
         value = normed(model.model.layers[1].output).save()
@@ -315,7 +196,7 @@ def an_older_name(model, remote):
     return logits
 
 
-# ---- forms of nnsight 0.5 that 0.8 has no more, and what a client gets for them
+# ---- mistakes and a form of nnsight 0.5, and what a client gets for them
 
 
 def error_of_next(model, remote):
@@ -323,17 +204,6 @@ def error_of_next(model, remote):
         first = model.model.layers[0].output.save()
         second = model.model.layers[0].next().output.save()
     return first, second
-
-
-def error_of_tracer_log(model, remote):
-    with model.trace(PROMPT, remote=remote) as tracer:
-        tracer.log(model.model.layers[0].output.shape)
-
-
-def error_of_nnsight_list(model, remote):
-    with model.trace(PROMPT, remote=remote):
-        found = nnsight.list().save()
-        found.append(model.model.layers[0].output)
 
 
 def error_of_a_block(model, remote):

@@ -152,20 +152,6 @@ def test_each_row_says_where_its_token_begins_in_the_text(served, tokens):
     assert run.text_offsets.tolist() == [len(text) for text in before]
 
 
-def test_a_trace_runs_the_prompt_and_generates_nothing(served):
-    answer = chat(served, capture={"points": ["lm_head.output"], "mode": "trace"}, session_id="trace")
-    assert answer["usage"]["completion_tokens"] == 0
-    run = answer["activations_meta"]["runs"][0]
-    assert run["tokens"] == run["prompt_tokens"] == answer["usage"]["prompt_tokens"]
-
-
-def test_bfloat16_is_stored_and_read_back_as_it_is(served):
-    answer = chat(served, capture={"points": ["norm.output"], "dtype": "bfloat16"}, session_id="half")
-    run = answer["activations_meta"]["runs"][0]
-    assert run["points"]["norm.output"]["dtype"] == "bfloat16"
-    assert read_run(run["points"]["norm.output"]["uri"], run_id=run["run_id"])["norm.output"].dtype == torch.bfloat16
-
-
 def test_a_run_that_has_nothing_to_store_fails_with_the_reason_and_the_answer_comes(served):
     capture = {"points": ["norm.output"], "tokens": "generated", "mode": "trace"}
     meta = chat(served, capture=capture)["activations_meta"]

@@ -213,12 +213,3 @@ def test_each_way_in_which_a_stored_run_cannot_be_read_has_an_error_of_its_own(s
         url = f"{served.base_url}/activations/session/{session}"
         assert httpx.delete(url, timeout=60).status_code == 200
         assert said(httpx.get(url, timeout=60)) == (404, "session_not_found", "session_id")
-
-
-def test_a_run_is_loaded_from_a_server_by_its_id_alone(served, put, monkeypatch):
-    points = {POINT: torch.randn(5, 8).bfloat16()}
-    put("elsewhere", "run-elsewhere", points)
-    monkeypatch.setenv("VITRINE_ACTIVATIONS", served.root)
-    assert same_bits(read_run("run-elsewhere")[POINT], points[POINT])
-    with pytest.raises(ValueError, match="the run 'run-none' cannot be fetched"):
-        read_run("run-none")

@@ -56,13 +56,6 @@ def test_the_position_of_a_word_is_that_of_its_captured_row(post, served):
     assert post("detokenize", tokens=[int(run.token_ids[position])]).json()["prompt"] == " boxes"
 
 
-def test_a_prefilled_chat_goes_on_as_the_completion_of_its_text(post):
-    ids = post("tokenize", messages=BEGUN, **CONTINUED).json()["tokens"]
-    common = {"model": MODEL, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
-    chat = post("v1/chat/completions", messages=BEGUN, **CONTINUED, **common).json()["choices"][0]["message"]
-    assert chat["content"] == post("v1/completions", prompt=ids, **common).json()["choices"][0]["text"]
-
-
 @pytest.mark.parametrize("special", [True, False])
 def test_special_tokens_are_added_or_not(post, tokenizer, special):
     answer = post("tokenize", model=MODEL, prompt="Tom", add_special_tokens=special).json()
@@ -90,12 +83,6 @@ def test_a_last_message_is_a_turn_of_its_own_or_continued(post, tokenizer, field
     told = post("v1/completions", prompt=want, **plain).json()["choices"][0]
     assert answer["choices"][0]["token_ids"] == told["token_ids"]
     assert answer["choices"][0]["message"]["content"] == told["text"]
-
-
-def test_a_chats_tokens_are_those_that_usage_counts(post):
-    body = {"model": MODEL, "messages": MESSAGES}
-    usage = post("v1/chat/completions", **body, max_tokens=1).json()["usage"]
-    assert post("tokenize", **body).json()["count"] == usage["prompt_tokens"]
 
 
 def test_each_token_has_a_text_of_its_own_where_that_is_asked_for(post):

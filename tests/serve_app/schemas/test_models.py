@@ -20,6 +20,8 @@ def test_a_model_is_named_as_a_repository(model_id):
 def test_a_path_is_no_model(model_id):
     with pytest.raises(ValidationError, match="model_id"):
         LoadRequest(model_id=model_id)
+    with pytest.raises(ValidationError, match="adapter"):
+        LoadRequest(model_id="a/b", adapter=model_id)
 
 
 @pytest.mark.parametrize("revision", ["../up", "/etc", "", "a/../../b", "x" * 129])
@@ -48,3 +50,13 @@ def test_a_savepoints_name_hides_no_point(name):
 def test_only_what_a_request_names_has_to_be_as_it_is_loaded():
     assert LoadRequest(model_id="a/b").settings == {}
     assert LoadRequest(model_id="a/b", revision=None, num_replicas=2).settings == {"revision": None, "num_replicas": 2}
+
+
+def test_replicas_scale_within_bounds():
+    scaling = {"min_replicas": 0, "max_replicas": 2, "upscale_delay_s": 1}
+    assert LoadRequest(model_id="a/b", autoscaling=scaling).settings == {"autoscaling": scaling}
+    for wrong in ({"max_replicas": 129}, {"min_replicas": 2}, {"policy": {}}, {"downscale_delay_s": -1}):
+        with pytest.raises(ValidationError, match="max_replicas|policy|downscale_delay_s"):
+            LoadRequest(model_id="a/b", autoscaling=wrong)
+    with pytest.raises(ValidationError, match="either num_replicas or autoscaling"):
+        LoadRequest(model_id="a/b", autoscaling=scaling, num_replicas=2)
