@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGES = {HERE / f"{name}.ipynb": HERE.parent / "docs" / f"{name}.md" for name in ("tutorial", "experiments")}
+DOCS = HERE.parent / "docs"
+RECIPES = ("recall", "refusal", "monitor", "lenses", "errors")  # the sections of docs/cookbook.md
 FIRST = "%cd -q .."  # the page's commands begin in the project's directory
+
+
+def sources() -> Iterator[tuple[Path, str]]:
+    """Each notebook and its text: a whole page, or the beginning of the cookbook and one of its sections."""
+    for name in ("tutorial", "experiments"):
+        yield HERE / f"{name}.ipynb", (DOCS / f"{name}.md").read_text()
+    start, *sections = re.split(r"^(?=## )", (DOCS / "cookbook.md").read_text(), flags=re.MULTILINE)
+    for name, section in zip(RECIPES, sections, strict=True):
+        yield HERE / f"{name}.ipynb", start + section
 
 
 def notebook(page: str) -> dict[str, Any]:
@@ -32,5 +43,5 @@ def _cell(kind: str, source: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for path, page in PAGES.items():
-        path.write_text(json.dumps(notebook(page.read_text()), indent=1, ensure_ascii=False) + "\n")
+    for path, page in sources():
+        path.write_text(json.dumps(notebook(page), indent=1, ensure_ascii=False, sort_keys=True) + "\n")

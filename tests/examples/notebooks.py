@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 MAKER = runpy.run_path(str(ROOT / "examples" / "make_notebook.py"))
-PAGES: dict[Path, Path] = MAKER["PAGES"]
+SOURCES: dict[Path, str] = dict(MAKER["sources"]())
 COMMAND = "import subprocess; subprocess.run(['bash', '-euc', {!r}], check=True)"
 
 
@@ -34,7 +34,7 @@ def run(code: list[str], directory: Path, env: dict[str, str], changed: Mapping[
     Returns:
         What they printed.
     """
-    (directory / "results").mkdir()
+    (directory / "results").mkdir(exist_ok=True)
     for name in ("examples", "constraints.txt"):
         (directory / name).symlink_to(ROOT / name)
     lines = (COMMAND.format(cell.removeprefix("%%bash\n")) if cell.startswith("%%bash\n") else cell for cell in code)

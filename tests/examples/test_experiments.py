@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.notebooks import MAKER, PAGES, cells, run
+from tests.examples.notebooks import MAKER, SOURCES, cells, run
 
 ELSEWHERE = {
     "%cd -q ..": "the test's directory",
@@ -28,9 +28,9 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("notebook", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", SOURCES, ids=lambda path: path.stem)
 def test_a_notebook_is_its_page(notebook: Path) -> None:
-    made = MAKER["notebook"](PAGES[notebook].read_text())
+    made = MAKER["notebook"](SOURCES[notebook])
     assert json.loads(notebook.read_text()) == made, "run examples/make_notebook.py"
 
 
