@@ -44,13 +44,13 @@ async function send(method, path, { body, query, headers = {}, signal } = {}) {
   } catch (error) {
     if (isAbort(error)) throw error;
     server.dispatchEvent(new Event("away"));
-    throw new ApiError("The server does not answer.");
+    throw new ApiError("The server does not respond.");
   }
   server.dispatchEvent(new Event("back"));
   if (answer.ok) return answer;
   if (answer.status === 401) server.dispatchEvent(new Event("nokey"));
   const told = await answer.json().catch(() => null);
-  const { message, code, param } = told?.error ?? { message: `The server answered ${answer.status}.` };
+  const { message, code, param } = told?.error ?? { message: `The server responded with ${answer.status}.` };
   throw new ApiError(message, answer.status, code, param, answer.headers.get("Retry-After"));
 }
 
@@ -84,7 +84,7 @@ export async function* stream(path, body, signal) {
         yield told;
       }
       if (done && ended) return;
-      if (done) throw new ApiError("The answer broke off before its end.");
+      if (done) throw new ApiError("The response broke off before its end.");
     }
   } finally {
     reader.cancel().catch(() => {}); // the answer may have ended already
@@ -98,7 +98,7 @@ async function broken(step) {
   } catch (error) {
     if (isAbort(error)) throw error;
     server.dispatchEvent(new Event("away"));
-    throw new ApiError("The server went away before the answer's end.");
+    throw new ApiError("The server disconnected before the response's end.");
   }
 }
 

@@ -1,4 +1,4 @@
-// Stored runs: of an Arrow file, the bytes of the columns that are wanted. docs/format.md describes the files.
+// Stored runs: of an Arrow file, the bytes of the columns that are wanted. docs/data.md describes the files.
 
 import { ApiError } from "./api.js";
 import { READS } from "./tensors.js";

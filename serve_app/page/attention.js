@@ -22,7 +22,7 @@ export function view(app) {
   const run = h("button", { class: "main" }, "Show the heads");
   const trouble = h("div");
   const status = h("p", { class: "wait", role: "status" });
-  const shown = h("div", {}, empty("Give a text. Each small picture is a head: a row for each token, and the stronger a square, the more that token looks there."));
+  const shown = h("div", {}, empty("Enter a text. Each small picture is a head: its rows are tokens, and a stronger square is more attention to the column’s token."));
   const code = document.createElement("request-code");
   const reading = work({ trouble, starts: run, status });
   let recorded = null; // a stored run `{ session, run, model }` instead of a text
@@ -95,7 +95,7 @@ export function view(app) {
   function draw() {
     const count = drawn.ids.length - drawn.first;
     const strip = document.createElement("token-strip");
-    strip.setAttribute("aria-label", "Tokens; the one you look at shows where it looks");
+    strip.setAttribute("aria-label", "Tokens; the one you point at shows where it attends");
     strip.set(drawn.texts.map((one) => ({ text: one })));
     const size = Math.min(LARGE, Math.max(shown.clientWidth - MARGIN, 2 * SMALL));
     const large = picture(head, count, size);
@@ -115,12 +115,12 @@ export function view(app) {
     function look(at) {
       const row = (looked = at - drawn.first);
       mark.hidden = row < 0;
-      if (row < 0) return said.replaceChildren(`Token ${at} is before those that fit into an answer.`);
+      if (row < 0) return said.replaceChildren(`Token ${at} is before those that fit into a response.`);
       Object.assign(mark.style, { top: `${(100 * row) / count}%`, height: `${100 / count}%` });
       const shares = drawn.at(head, row);
       strip.colour((_, i) => (i < shares.length ? ATTENTION.colour(shares[i]) : null));
       const most = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, 3);
-      return said.replaceChildren(`${quoted(drawn.texts[at])} (${at}) looks at ${most.map((i) => `${quoted(drawn.texts[i])} (${i}) ${percent(shares[i])}`).join(", ")}`);
+      return said.replaceChildren(`${quoted(drawn.texts[at])} (${at}) attends to ${most.map((i) => `${quoted(drawn.texts[i])} (${i}) ${percent(shares[i])}`).join(", ")}`);
     }
     onLook(strip, (index) => index >= 0 && look(index));
     pins.watch([strip]);
@@ -128,10 +128,10 @@ export function view(app) {
       const row = Math.max(0, Math.min(Math.floor((event.offsetY / large.clientHeight) * count), count - 1));
       if (strip.pinned < 0 && row !== looked) look(row + drawn.first);
     });
-    const cut = drawn.first ? h("p", { class: "from" }, `The patterns of the last ${count} tokens: those of all ${drawn.ids.length} do not fit into an answer.`) : null;
+    const cut = drawn.first ? h("p", { class: "from" }, `The patterns of the last ${count} tokens: those of all ${drawn.ids.length} do not fit into a response.`) : null;
     const step = Math.ceil((LABEL * drawn.ids.length) / size);
     const sides = [["down", drawn.first], ["across", 0]].map(([side, first]) => h("div", { class: side, "aria-hidden": "true" }, ...labels(first, step)));
-    const told = `Down: the token that looks. Across: the tokens that it looks at.${step > 1 ? ` One token in ${step} is named.` : ""}`;
+    const told = `Down: the query token. Across: the tokens that it attends to.${step > 1 ? ` One token in ${step} is named.` : ""}`;
     const figure = h("figure", {}, h("div", { class: "large" }, sides[0], h("div", { class: "heat" }, large, mark), sides[1]), h("figcaption", {}, told));
     shown.replaceChildren(
       ...[cut, h("div", { class: "heads" }, ...smalls), title, legend(ATTENTION), said, h("div", { class: "beside" }, figure, strip)].filter(Boolean),
@@ -155,7 +155,7 @@ export function view(app) {
     const total = drawn.ids.length;
     const [width, height] = [Math.min(total, 2 * size), Math.min(count, 2 * size)];
     Object.assign(canvas, { width, height });
-    canvas.setAttribute("aria-label", `Head ${which}: rows are tokens, columns where they look`);
+    canvas.setAttribute("aria-label", `Head ${which}: rows are tokens, columns where they attend`);
     Object.assign(canvas.style, { width: `${size}px`, aspectRatio: `${total} / ${count}` });
     const largest = new Float32Array(width * height); // of the shares within a square
     for (let row = 0; row < count; row++) {

@@ -18,7 +18,7 @@ export function view(app) {
   const box = h("textarea", { id: "prompt", rows: 3, placeholder: "Ask the model something" });
   const system = h("input", { spellcheck: false });
   const settings = sampling();
-  const [records, recordsLabel] = check("Store activations with the answer");
+  const [records, recordsLabel] = check("Store activations with the response");
   const points = h("input", { value: "layers.*.output", spellcheck: false });
   const session = h("input", { placeholder: "the day's", spellcheck: false });
   const storing = [field("Points", points, "apart by commas"), field("Session", session)];
@@ -54,7 +54,7 @@ export function view(app) {
   }
 
   function welcome() {
-    if (!turns.length) log.replaceChildren(empty("Write to the model. Each token of its answer shows how sure it was, and what else it might have said."));
+    if (!turns.length) log.replaceChildren(empty("Write to the model. Each token of the response shows its probability and the most likely alternatives."));
   }
 
   function clear() {
@@ -135,7 +135,7 @@ export function view(app) {
         if (turns.at(-1)?.role === "assistant") drop(turns.length - 1);
         turn = addTurn({ role: "assistant", content: "" });
         const strip = document.createElement("token-strip");
-        strip.setAttribute("aria-label", "Tokens of the answer");
+        strip.setAttribute("aria-label", "Tokens of the response");
         turn.strip = strip;
         turn.answer = { model: asked.model, ids: [], offset: 0, comes: colours.asked()[0] };
         colours.follow([[strip, turn.answer]]);
@@ -195,7 +195,7 @@ export function view(app) {
   function finish(turn) {
     const { model, ids, offset, run } = turn.answer;
     const count = turn.strip.tokens.length;
-    const why = { length: "the limit of new tokens", stop: "the end of its answer" }[turn.ended] ?? "where it was stopped";
+    const why = { length: "the limit of new tokens", stop: "the end of its response" }[turn.ended] ?? "where it was stopped";
     said.textContent = `${count} tokens, up to ${why}.`;
     const into = (name, title) => button(title, () => app.open(name, { model, ids, count: offset }, offset + Math.max(turn.strip.pinned, 0)));
     const parts = [
@@ -203,7 +203,7 @@ export function view(app) {
       ids.length ? into("lens", "Lens grid") : null,
       ids.length ? into("attention", "Attention") : null,
       run ? button("Stored run", () => app.open("runs", { session: run.session_id, run: run.run_id })) : null,
-      button("Answer again", again, { class: "again" }),
+      button("Regenerate", again, { class: "again" }),
     ];
     turn.element.append(h("p", { class: "row under" }, ...parts), asPlain(turn.strip) ?? "");
     pins.restore();
@@ -266,7 +266,7 @@ export function view(app) {
       // A link never starts work of the model: its user starts it.
       if (turns.length) {
         const told = "This chat comes from a link, without its tokens.";
-        turns.at(-1).element.append(h("p", { class: "row under" }, h("span", {}, told), button("Answer again", again, { class: "again" })));
+        turns.at(-1).element.append(h("p", { class: "row under" }, h("span", {}, told), button("Regenerate", again, { class: "again" })));
       }
       arrange();
       welcome();

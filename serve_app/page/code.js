@@ -35,7 +35,7 @@ export function asPython({ method, path, query, body }) {
     lines.push(`body = ${python(body)}`);
     given.push("json=body");
   }
-  lines.push(`answer = httpx.${method.toLowerCase()}(${[...given, "timeout=600"].join(", ")})`, "print(answer.json())");
+  lines.push(`response = httpx.${method.toLowerCase()}(${[...given, "timeout=600"].join(", ")})`, "print(response.json())");
   return lines.join("\n");
 }
 
@@ -52,7 +52,7 @@ export function asCurl({ method, path, query, body }) {
 /** `<request-code>`: the last requests of a view by name. Code is generated while it is shown. */
 class RequestCode extends HTMLElement {
   #sections = new Map(); // name -> `{ request, make, write() }`
-  #none = h("p", { class: "empty" }, "The request comes here once there is one.");
+  #none = h("p", { class: "empty" }, "No request yet.");
   #all = h("details", { ontoggle: () => this.#sections.forEach((one) => one.write()) }, h("summary", {}, "The requests as Python and curl"), this.#none);
 
   connectedCallback() {

@@ -13,7 +13,7 @@ const OWN = {
   probability: [(token) => Math.exp(token.logprob), PROBABILITY],
   entropy: [entropy, scale({ title: "entropy, at least", unit: "bits", high: 5 })],
 };
-const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm of a point"], ["projection", "projection on a vector"], ["readout", "a readout"]];
+const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm of a point"], ["projection", "projection on a vector"], ["readout", "probe or feature"]];
 
 /**
  * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` has the `model`, all token ids `ids`, and the
@@ -32,15 +32,15 @@ export function colouring(app, { code, stored = false, onchange }) {
   const feature = h("input", { type: "number", min: 0, value: 0 });
   const pointField = field("Point", point, stored ? "of the run" : "such as layers.12.output");
   const directionField = field("Vector", direction, "a tensor file that was sent to /v1/tensors");
-  const readoutField = field("Readout", readout, "of this model; the view Readouts lists all");
+  const readoutField = field("Probe or autoencoder", readout, "of this model; the view Probes lists all");
   const featureField = field("Feature", feature);
   const key = h("div");
   const trouble = h("div", { role: "status" });
   const status = h("span", { class: "wait", role: "status" });
-  const reading = work({ trouble, status, what: "colouring", home: () => by }); // requests for the chosen colours
+  const reading = work({ trouble, status, what: "coloring", home: () => by }); // requests for the chosen colours
   const forgotten = new WeakSet(); // strips that are no longer shown
   const held = new Map(); // strip -> `{ found, state, name, ends }`: its numbers, the choices and the readout that they are of, and the painted scale's ends
-  const element = h("div", { class: "row colouring", role: "group", "aria-label": "Colours" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, status, " ", reading.stop, trouble), points);
+  const element = h("div", { class: "row colouring", role: "group", "aria-label": "Colors" }, field("Color by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, status, " ", reading.stop, trouble), points);
   let installed = [];
 
   const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection", readout: by.value === "readout" });
@@ -72,7 +72,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       installed = found;
       const options = installed.flatMap((one) => (one.kind === "sae" ? [[one.name, `${one.name}, an autoencoder`]] : columns(one).map(([at, name]) => [`${one.name}/${at}`, name])));
       fill(readout, options.length ? options : [["", "none is installed"]]);
-      readoutField.querySelector("small").textContent = chosen().spec.point ? `at ${chosen().spec.point}` : "the view Readouts says how to install one";
+      readoutField.querySelector("small").textContent = chosen().spec.point ? `at ${chosen().spec.point}` : "the view Probes says how to install one";
       arrange();
     }
     if (!stored && needs().point) {
@@ -89,7 +89,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       if (stored && !strip.tokens.some(({ logprob }) => logprob !== undefined)) throw new Error("Probabilities are not stored with runs: press “Score the tokens now”.");
       return [];
     }
-    const note = (request) => code.note(`The colour of ${quoted(strip.getAttribute("aria-label"))}`, request);
+    const note = (request) => code.note(`The color of ${quoted(strip.getAttribute("aria-label"))}`, request);
     const computes = () => stored && notes.push("Computed now, with interventions left out.");
     const what = { chosen: needs().readout ? chosen() : null, point: point.value.trim(), direction: needs().direction ? direction.value : null };
     return valuesOf(text, strip.tokens.length, what, { note, computes, signal });
@@ -248,7 +248,7 @@ async function valuesOf(text, count, { chosen, point, direction }, { note, compu
   };
   if (chosen) {
     const { name, column, linear, spec } = chosen;
-    if (spec.model && spec.model !== model) throw new Error(`${name} is a readout of ${spec.model}, and the answer is ${model}’s.`);
+    if (spec.model && spec.model !== model) throw new Error(`${name} is a probe of ${spec.model}, and the response is of ${model}.`);
     const some = text.readouts?.[name]?.rows ?? (await taken(linear && COLUMN + name, scoresBody(model, ids, spec, wanted, more), () => scores(model, ids, spec, wanted, signal, more)));
     return span(0, count).map((i) => valueOf(spec, some[i], column));
   }

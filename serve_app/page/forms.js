@@ -16,10 +16,10 @@ export function sampling({ max = 200 } = {}) {
     seed: numeric(0, { min: 0, max: 2 ** 53 - 1 }),
   };
   const fields = [
-    field("Most new tokens", inputs.max_tokens),
-    field("Temperature", inputs.temperature, "0 takes the likeliest token"),
+    field("Max new tokens", inputs.max_tokens),
+    field("Temperature", inputs.temperature, "0 selects the most likely token"),
     field("Top p", inputs.top_p),
-    field("Seed", inputs.seed, "the same seed repeats the answer"),
+    field("Seed", inputs.seed, "the same seed repeats the response"),
   ];
   const read = () => Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, given(input)]));
   return {
@@ -60,7 +60,7 @@ export function source({ text, label = "Text", max = 24, onchange = () => {} }) 
     ids = null;
     said();
   });
-  const element = h("div", {}, field(label, box), from, chatLabel, h("details", {}, h("summary", {}, "Answer and sampling"), settings.element));
+  const element = h("div", {}, field(label, box), from, chatLabel, h("details", {}, h("summary", {}, "Length and sampling"), settings.element));
   element.addEventListener("input", onchange);
   const read = () => ({ text: box.value, chat: asChat.checked, ...(ids ? { ids, count, model: its } : {}), ...settings.read() });
   return {

@@ -29,8 +29,8 @@ export function view(app) {
   const through = choose([["", "plain"]]);
   const key = h("div");
   const grid = document.createElement("lens-grid");
-  const held = h("div", {}, empty("Give a text, or open one from a chat’s answer. Each column shows, layer by layer, which token the model would put after that place."));
-  const about = detailPane("Cell", "Choose a cell for its likeliest tokens. Drag one onto another token to patch it there.");
+  const held = h("div", {}, empty("Enter a text, or open one from a chat’s response. Each column shows, layer by layer, which token the model would predict next."));
+  const about = detailPane("Cell", "Choose a cell for its most likely tokens. Drag one onto another token to patch it there.");
   const trouble = h("div");
   const result = h("div", { class: "patched" });
   const status = h("p", { class: "wait", role: "status" });
@@ -53,7 +53,7 @@ export function view(app) {
     "form",
     { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
     from.element,
-    h("div", { class: "row" }, run, reading.stop, columns.stop, field("Read through", through), field("Colour by", by), key),
+    h("div", { class: "row" }, run, reading.stop, columns.stop, field("Read through", through), field("Color by", by), key),
   );
   const element = h("div", { class: "split" }, h("section", { "aria-label": "Lens" }, form, trouble, held, status, result, code), about.element);
 
@@ -160,8 +160,8 @@ export function view(app) {
     const place = `layer ${layer}, after token ${position}, ${quoted(text.texts[position])}`;
     const list = h("div");
     const fillIn = ({ top, targets: [last] = [] }) => {
-      list.replaceChildren(ranking(`Likeliest, ${place}`, listed(top), last?.token));
-      if (last) list.append(h("p", {}, `The last layer says ${quoted(last.token)}: here that has rank ${last.rank}, with ${percent(Math.exp(last.logprob))}.`));
+      list.replaceChildren(ranking(`Most likely, ${place}`, listed(top), last?.token));
+      if (last) list.append(h("p", {}, `The last layer predicts ${quoted(last.token)}. In this layer, it has rank ${last.rank} and probability ${percent(Math.exp(last.logprob))}.`));
     };
     if (at(position, layer)) fillIn(at(position, layer));
     const target = choose(text.texts.map((one, at) => [at, `${at}: ${named(one)}`]).filter(([at]) => at !== position), { id: "patch-target" });
@@ -217,12 +217,12 @@ export function view(app) {
     const ended = await patching.run(async (signal) => {
       const settings = { ...from.sampled(), max_tokens: PATCHED };
       const stored = (await post("v1/completions", record, signal)).activations_meta;
-      if (stored.status === "failed") throw new ApiError(`The row could not be stored: ${stored.reason}`);
+      if (stored.status === "failed") throw new ApiError(`The activation vector could not be stored: ${stored.reason}`);
       const row = { run_id: stored.runs[0].run_id, point: point(source.layer) };
       const change = { op: "replace", point: point(target.layer), tokens: { positions: [target.position] }, from: row };
       const bodies = [continuing(model, prompt, settings), continuing(model, prompt, settings, { interventions: [change] })];
-      code.note("The row that is patched", { method: "POST", path: "v1/completions", body: record });
-      code.note("The patched answer", { method: "POST", path: "v1/completions", body: bodies[1] });
+      code.note("The activation vector that is patched", { method: "POST", path: "v1/completions", body: record });
+      code.note("The patched completion", { method: "POST", path: "v1/completions", body: bodies[1] });
       await Promise.all(bodies.map((body, i) => complete(body, (tokens, { text: said }) => strips[i].add(tokens, said), signal)));
       result.append(h("p", { role: "status" }, parting(...strips)));
     }, () => patch(source, target));

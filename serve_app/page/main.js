@@ -10,7 +10,7 @@ const VIEWS = {
   steer: ["Steer", () => import("./steer.js")],
   attention: ["Attention", () => import("./attention.js")],
   runs: ["Stored runs", () => import("./runs.js")],
-  readouts: ["Readouts", () => import("./readouts.js")],
+  readouts: ["Probes", () => import("./readouts.js")],
 };
 const AGAIN_MS = 2000; // between two checks whether the server is back
 const KEEP_MS = 250; // after a change
@@ -175,7 +175,7 @@ function askKey(label) {
     input,
     h("button", {}, "Use it"),
     key.get() ? button("Forget it", () => (key.set(""), notice("key", null))) : null,
-    h("small", {}, "It stays in this tab, and is in no link."),
+    h("small", {}, "It stays in this tab and is not part of links."),
   );
   return notice("key", form);
 }
@@ -185,7 +185,7 @@ server.addEventListener("nokey", () => askKey(key.get() ? "The server does not k
 server.addEventListener("away", () => {
   if (waiting) return;
   waiting = true;
-  notice("away", "The server does not answer. What you typed stays; this page looks again while you look at it.");
+  notice("away", "The server does not respond. Your input stays; the web UI tries again while this tab is visible.");
   soon();
 });
 server.addEventListener("back", () => {

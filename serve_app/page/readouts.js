@@ -43,7 +43,7 @@ export function view(app) {
     sessions,
   );
   opened.append(facts, form, status, result);
-  const element = h("section", { "aria-label": "Readouts" }, held, trouble, opened, code);
+  const element = h("section", { "aria-label": "Probes" }, held, trouble, opened, code);
   form.addEventListener("input", app.changed);
 
   let installed = [];
@@ -63,13 +63,13 @@ export function view(app) {
       if (error.status !== 401) trouble.replaceChildren(errorNote(error, list, home));
       return;
     }
-    code.note("Readouts", { method: "GET", path: "v1/readouts", query: { limit: 1000 } });
+    code.note("Probes", { method: "GET", path: "v1/readouts", query: { limit: 1000 } });
     const row = (one) => [button(one.name, () => open(one.name), { class: "link", "aria-pressed": String(one.name === name) }), KINDS[one.kind], one.model, one.point, String(one.values), visible((one.labels ?? []).join(", ")), one.description ? h("span", { class: "words" }, visible(one.description)) : ""];
     const heads = ["Name", "Kind", "Model", "Point", "Values", "Labels", "Description"];
-    held.replaceChildren(installed.length ? table("Installed readouts", heads, installed.map(row)) : howTo());
+    held.replaceChildren(installed.length ? table("Installed probes and autoencoders", heads, installed.map(row)) : howTo());
     opened.hidden = !readout();
     if (readout()) await show();
-    else if (name) trouble.replaceChildren(errorNote(new Error(`There is no readout ${name}.`)));
+    else if (name) trouble.replaceChildren(errorNote(new Error(`No probe is named ${name}.`)));
   }
 
   async function open(wanted) {
@@ -121,8 +121,8 @@ export function view(app) {
     return h(
       "div",
       {},
-      empty("No readout is installed. A linear probe, as evals.probes writes it, or a sparse autoencoder in SAELens’ format is installed by"),
-      h("pre", { tabIndex: 0, role: "region", "aria-label": "How to install a readout" }, lines.join("\n")),
+      empty("No probe is installed. A linear probe, as evals.probes writes it, or a sparse autoencoder in SAELens’ format is installed by"),
+      h("pre", { tabIndex: 0, role: "region", "aria-label": "How to install a probe" }, lines.join("\n")),
       button("Look again", () => keepingFocus(list, home)),
     );
   }
@@ -132,7 +132,7 @@ export function view(app) {
     if (session.placeholder !== NONE) session.value ||= session.placeholder;
     if (!session.value) {
       const what = session.placeholder === NONE ? `No run of ${readout().model} is stored.` : "Name a session.";
-      status.textContent = `${what} A chat stores its activations where “Store activations with the answer” is checked.`;
+      status.textContent = `${what} A chat stores its activations where “Store activations with the response” is checked.`;
       return;
     }
     app.changed();

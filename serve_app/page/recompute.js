@@ -36,7 +36,7 @@ export async function answered(model, asked, code, signal) {
   const { ids, texts, count } = await tokenized(model, asked, signal);
   if (!asked.ids && asked.max_tokens) {
     const body = continuing(model, [...ids], asked);
-    code.note("The answer", { method: "POST", path: "v1/completions", body });
+    code.note("The completion", { method: "POST", path: "v1/completions", body });
     const add = (tokens) => (ids.push(...tokens.map(({ id }) => id)), texts.push(...tokens.map((one) => one.text)));
     await complete(body, add, signal);
   }

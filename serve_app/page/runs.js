@@ -71,7 +71,7 @@ export function view(app) {
     return reads(async (signal) => {
       code.note("Sessions", { method: "GET", path: "v1/activations/sessions", query: { ...filled(), limit: 1000 } });
       const found = await storedSessions(filled(), signal);
-      if (!found.length) return held.replaceChildren(empty("Nothing is stored that fits. A chat stores its activations where “Store activations with the answer” is checked; every request does with a capture."));
+      if (!found.length) return held.replaceChildren(empty("No stored session fits. A chat stores its activations where “Store activations with the response” is checked; every request does with a capture."));
       const row = (one) => [button(one.id, () => openSession(one.id), { class: "link" }), time(one.updated), String(one.runs), String(one.tokens), size(one.bytes), one.models.join(", "), one.pinned ? "pinned" : "", button("Delete", () => remove(one), { "aria-label": `Delete ${one.id}` })];
       held.replaceChildren(
         table("Sessions, the last used first", ["Session", "Last run", "Runs", "Tokens", "Bytes", "Models", "Pin", "Delete"], found.slice(first, first + SHOWN).map(row)),
@@ -122,7 +122,7 @@ export function view(app) {
       boxes.set(one.run_id, box);
       return [box, button(one.run_id, () => (pins.write(), openRun(one.run_id)), { class: "link" }), text, time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), h("span", { class: "words" }, tagsOf(one)), one.finish_reason ?? ""];
     };
-    const heads = ["Compare", "Run", "Text, the answer marked", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
+    const heads = ["Compare", "Run", "Text, the completion marked", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
     listed = session;
     held.replaceChildren(
       h("div", { class: "row" }, button("All sessions", () => listSessions()), h("h2", {}, session), ...downloads(session, "", trouble)),
@@ -221,7 +221,7 @@ export function view(app) {
     await colours.prepare(facts.model);
     if (!opened.contains(strip)) return;
     if (!colours.costs(facts)) recolour();
-    else later.replaceChildren(h("p", { class: "row" }, "This colour is not stored with the run.", button("Compute it now", recolour, { disabled: !of.isAble })));
+    else later.replaceChildren(h("p", { class: "row" }, "This color is not stored with the run.", button("Compute it now", recolour, { disabled: !of.isAble })));
   }
 
   /** The other views of a run: from stored values, or by the request that would record them. */
@@ -240,7 +240,7 @@ export function view(app) {
       code.note("To record attention", { method: "POST", path: "v1/completions", body: { ...again, capture: { points: [`layers.0${PATTERN}`], mode: "trace" } } });
     }
     if (lacking.length) {
-      parts.push(h("p", {}, `${lacking.length} points of the residual stream were not recorded. “Colour by” computes one of them now; a request below records them.`));
+      parts.push(h("p", {}, `${lacking.length} points of the residual stream were not recorded. “Color by” computes one of them now; a request below records them.`));
       const points = [...new Set(lacking.map((name) => name.replace(/\d+/, "*")))];
       code.note("To record the residual stream", { method: "POST", path: "v1/completions", body: { ...again, capture: { points, mode: "trace" } } });
     }
@@ -256,7 +256,7 @@ export function view(app) {
     const tokens = [];
     const ended = await scoring.run((signal) => complete(body, (some) => tokens.push(...some), signal), () => rescore(body, strip, recolour));
     if (ended === null) return; // another run is shown
-    scored.textContent = ended ? "Scored now, with interventions left out: tokens have probabilities to look at and to colour by." : "";
+    scored.textContent = ended ? "Scored now, with interventions left out: tokens have probabilities to inspect and to color by." : "";
     if (!ended) return;
     strip.set(strip.tokens.map((token, i) => ({ ...token, logprob: tokens[i]?.logprob, top: tokens[i]?.top })));
     pins.restore();

@@ -14,9 +14,9 @@ import "./code.js";
 
 const KINDS = [["prompts", "difference of two prompts"], ["probe", "a probe"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
 const NONE = [["", "none is installed"]];
-const HOW = "the view Readouts says how to install one";
+const HOW = "the view Probes says how to install one";
 const CHANGES = [["add", "add it"], ["cap", "cap the length along it"], ["rotate", "rotate toward it"]];
-const TOKENS = [["all", "all tokens but the first"], ["generated", "the answer’s tokens"], ["prompt", "the prompt’s tokens but the first"], ["prompt_last", "the prompt’s last token"]];
+const TOKENS = [["all", "all tokens but the first"], ["generated", "the completion’s tokens"], ["prompt", "the prompt’s tokens but the first"], ["prompt_last", "the prompt’s last token"]];
 
 export function view(app) {
   const from = source({ text: "I went to the park and", label: "Prompt", max: 60, onchange: () => (pins.write(), app.changed()) });
@@ -36,12 +36,12 @@ export function view(app) {
   const angle = h("input", { type: "number", step: "any", min: -180, max: 180, value: 20 });
   const strength = h("input", { type: "range", min: -2, max: 2, step: 0.05, value: 0.5 });
   const shown = h("output", {}, "0.50");
-  const run = h("button", { class: "main" }, "Answer with and without");
+  const run = h("button", { class: "main" }, "Generate with and without");
   const trouble = h("div");
   const answering = work({ trouble, starts: run });
   const unsent = h("div"); // errors of a file
   const sending = work({ trouble: unsent, what: "sending", home: () => upload });
-  const told = empty("Give a prompt, and a direction: two short texts that differ in what you want to add, or what is on the server. Both answers begin from one seed.");
+  const told = empty("Enter a prompt and a direction: two short texts that differ in what you want to add, or what is on the server. Both completions use the same seed.");
   const result = h("div", {}, told);
   const about = tokenPane();
   const code = document.createElement("request-code");
@@ -53,13 +53,13 @@ export function view(app) {
 
   const byPrompts = h("div", { class: "fields" }, field("Toward", toward), field("Away from", away));
   const byProbe = h("div", { class: "fields" }, field("Probe", probe, "at its own point"));
-  const byTensor = h("div", { class: "fields" }, field("Tensor", tensor), field("Send a safetensors file", upload, "it is kept on the server"), sending.stop, unsent);
-  const byFeature = h("div", { class: "fields" }, field("Autoencoder", sae, "at its own point"), field("Feature", feature), field("Added to its value", value, "the view Readouts shows how large it gets"));
+  const byTensor = h("div", { class: "fields" }, field("Tensor", tensor), field("Send a safetensors file", upload, "it is stored on the server"), sending.stop, unsent);
+  const byFeature = h("div", { class: "fields" }, field("Autoencoder", sae, "at its own point"), field("Feature", feature), field("Added to its value", value, "the view Probes shows how large it gets"));
   const where = field("Where", layer.element);
   const howMuch = field("Strength", h("span", { class: "slider" }, strength, shown), "in lengths of the residual stream; below 0 away from it");
   const operation = field("Change", change);
-  const limit = field("At most", most, "the length of a row along the direction");
-  const turn = field("Degrees", angle, "in the plane of both texts’ activations; the length of a row stays");
+  const limit = field("At most", most, "the length of an activation vector along the direction");
+  const turn = field("Degrees", angle, "in the plane of both texts’ activations; the vectors’ lengths stay");
   const form = h(
     "form",
     { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
@@ -222,11 +222,11 @@ export function view(app) {
 
   /** The size of the changes: the operations' unit and effects, as reported by the server. */
   function tell({ norms = [], report: done = [] }, scale) {
-    const lengths = norms.map(({ point, norm: length }) => `${number(Math.abs(scale) * length)} at ${point}, where rows are ${number(length)} long`);
-    const changes = done.map(({ point, rows: count, mean_change: mean, largest_change: most }) => (count ? `${count} rows at ${point} by ${percent(mean ?? Infinity)} of their length on average, by ${percent(most ?? Infinity)} at the most` : `no row at ${point}`));
+    const lengths = norms.map(({ point, norm: length }) => `${number(Math.abs(scale) * length)} at ${point}, where activation vectors are ${number(length)} long`);
+    const changes = done.map(({ point, rows: count, mean_change: mean, largest_change: most }) => (count ? `${count} activation vectors at ${point} by ${percent(mean ?? Infinity)} of their length on average, by ${percent(most ?? Infinity)} at the most` : `no activation vector at ${point}`));
     report.textContent = lengths.length ? `Added a vector of length ${some(lengths)} (median). ` : "";
     if (changes.length) report.append(`Changed ${some(changes)}.`);
-    if (app.info()?.tokens_depend_on_batch) report.append(" In this dtype a request’s tokens may depend on what shares its batch.");
+    if (app.info()?.tokens_depend_on_batch) report.append(" In this dtype, a request’s tokens may depend on the batch composition.");
   }
 
   const some = (all, most = 4) => all.slice(0, most).join("; ") + (all.length > most ? `, and at ${all.length - most} more points` : "");

@@ -157,17 +157,17 @@ customElements.define("token-strip", TokenStrip);
 /** A named section for an answer: `[section, strip]`. */
 export function answerPane(name, heading = "h2") {
   const strip = document.createElement("token-strip");
-  strip.setAttribute("aria-label", `${name}: tokens of the answer`);
+  strip.setAttribute("aria-label", `${name}: tokens of the completion`);
   return [h("section", { "aria-label": name }, h(heading, {}, name), strip), strip];
 }
 
-export const SAME = "Both answers are the same.";
+export const SAME = "Both completions are the same.";
 
 /** Says where the answers of two strips begin to differ. */
 export function parting(one, other) {
   const same = one.tokens.findIndex((token, i) => token.id !== other.tokens[i]?.id);
   if (same < 0 && one.tokens.length === other.tokens.length) return SAME;
-  return `The answers differ from token ${same < 0 ? one.tokens.length : same} on.`;
+  return `The completions differ from token ${same < 0 ? one.tokens.length : same} on.`;
 }
 
 /** A button that opens an answer as text to read and copy, in its own direction; null if there is none. */
@@ -226,7 +226,7 @@ export function details(token, index, scores = []) {
   return [
     h("h2", { class: "token-name" }, named(token.text)),
     h("dl", {}, ...[...facts, ...scores].flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
-    ...(token.top?.length ? [ranking("Likeliest here", token.top, token.text)] : []),
+    ...(token.top?.length ? [ranking("Most likely here", token.top, token.text)] : []),
   ];
 }
 

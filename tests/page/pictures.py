@@ -1,4 +1,4 @@
-"""The pictures of docs/page.md, of SmolLM2's own answers: `python -m tests.page.pictures`."""
+"""The pictures of docs/web-ui.md, of SmolLM2's own answers: `python -m tests.page.pictures`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def lens(page: Page) -> int:
 def steer(page: Page) -> int:
     """The two answers to a prompt, with the details of a token of the steered one."""
     page.get_by_label("Prompt").fill("I went to the park and")
-    page.get_by_role("button", name="Answer with and without").click()
-    expect(page.get_by_text("where rows are")).to_be_visible(timeout=TIMEOUT_MS)
+    page.get_by_role("button", name="Generate with and without").click()
+    expect(page.get_by_text("where activation vectors are")).to_be_visible(timeout=TIMEOUT_MS)
     page.get_by_role("listbox", name="Steered").get_by_role("option").nth(3).click()
     return 1060
 
@@ -47,11 +47,12 @@ def main() -> None:
     """Draw them anew."""
     with vitrine.serve("smollm2") as server, browsers.chromium() as browser:
         for view in (chat, lens, steer):
-            page = browser.new_page(color_scheme="light")
+            page = browser.new_page(color_scheme="light", device_scale_factor=2)
             page.set_viewport_size({"width": WIDTH, "height": 900})
             browsers.show(page, f"{server.url}/#{view.__name__}")
             page.set_viewport_size({"width": WIDTH, "height": view(page)})
             page.mouse.move(0, 0)
+            page.evaluate("scrollTo(0, 0)")  # a click may have scrolled
             page.screenshot(path=IMAGES / f"page-{view.__name__}.png")
             page.close()
 

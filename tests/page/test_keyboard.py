@@ -76,19 +76,19 @@ def test_the_focus_stays_with_what_was_begun_stopped_or_tried_again(opened):
     page.unroute("**/tokenize")
     page.route("**/tokenize", fails)
     page.keyboard.press("Enter")
-    expect(page.locator("main .error")).to_contain_text("answered 500")
+    expect(page.locator("main .error")).to_contain_text("responded with 500")
     expect(read).to_be_focused()
     for _ in range(2):
         again.press("Enter")
         expect(again).to_be_focused()  # it failed once more
     page.unroute("**/tokenize")
     page.route("**/v1/completions", fails)
-    page.get_by_text("Answer and sampling").click()
-    page.get_by_label("Most new tokens").fill("0")
+    page.get_by_text("Length and sampling").click()
+    page.get_by_label("Max new tokens").fill("0")
     again.press("Enter")
     expect(page.get_by_role("grid")).to_be_visible()
     expect(read).to_be_focused()
-    expect(page.locator("main .error")).to_contain_text("answered 500")  # of the columns
+    expect(page.locator("main .error")).to_contain_text("responded with 500")  # of the columns
     page.unroute("**/v1/completions")
     again.press("Enter")
     expect(read).to_be_focused()
@@ -129,7 +129,7 @@ def test_a_patch_needs_no_mouse_and_the_sheet_of_a_narrow_window_closes(opened):
         page.keyboard.press("Enter")
     page.get_by_label("Token", exact=True).select_option("0")
     page.get_by_role("button", name="Patch it there").press("Enter")
-    expect(page.locator(".patched [role=status]")).to_contain_text("answer")
+    expect(page.locator(".patched [role=status]")).to_contain_text("completion")
 
 
 def test_the_form_for_a_key_takes_the_focus_and_gives_it_back(opened):

@@ -43,7 +43,7 @@ def installed(served, install):
 
 
 def options(page: Page):
-    return page.get_by_role("listbox", name="Tokens of the answer").last.get_by_role("option")
+    return page.get_by_role("listbox", name="Tokens of the response").last.get_by_role("option")
 
 
 def ground(page: Page, index: int) -> str:
@@ -79,20 +79,20 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
     found.get_by_role("button").first.click()
     tokens = page.get_by_role("listbox", name="Tokens of the run").get_by_role("option")
     expect(tokens.last).to_be_visible()
-    page.get_by_label("Colour by").select_option("readout")
-    page.get_by_label("Readout", exact=True).select_option("page-probe/0")
+    page.get_by_label("Color by").select_option("readout")
+    page.get_by_label("Probe or autoencoder").select_option("page-probe/0")
     expect(page.locator("main .legend")).to_contain_text("page-probe: sum")
     other = opened(link(page))
     expect(other.locator("main .legend")).to_contain_text("page-probe: sum")
     for readout, computed in (("page-probe/1", 0), ("page-sae", 1)):  # the first is stored with the run
-        page.get_by_label("Colour by").select_option("readout")
-        page.get_by_label("Readout", exact=True).select_option(readout)
+        page.get_by_label("Color by").select_option("readout")
+        page.get_by_label("Probe or autoencoder").select_option(readout)
         expect(page.locator("main .legend")).to_contain_text(readout.partition("/")[0])
         expect(page.get_by_text("Computed now, with interventions left out")).to_have_count(computed)
         assert tokens.first.evaluate("one => one.style.backgroundColor")
         other = opened(link(page))
         if computed:  # no link has the model work
-            other.locator("p", has_text="This colour is not stored").get_by_role("button").click()
+            other.locator("p", has_text="This color is not stored").get_by_role("button").click()
         expect(other.locator("main .legend")).to_contain_text(readout.partition("/")[0])
         expect(other.locator("token-strip [role=option]").first).to_have_attribute("style", re.compile("background"))
 
@@ -141,7 +141,7 @@ def test_what_is_not_there_is_said_with_what_to_do(opened, installed):
     expect(page.get_by_text("The session no-such-session has no run")).to_be_visible()
     page.route("**/v1/readouts*", lambda route: route.fulfill(json={"data": [], "has_more": False}))
     page.reload()
-    expect(page.get_by_text("No readout is installed")).to_be_visible()
+    expect(page.get_by_text("No probe is installed")).to_be_visible()
     expect(page.get_by_text("python -m deployments.readouts add PROBE")).to_be_visible()
 
 
@@ -149,8 +149,8 @@ def test_a_chat_is_coloured_by_a_readout_as_its_values_come_and_afterwards(opene
     page = opened()
     requests: list[str] = []
     page.on("request", lambda request: request.method == "POST" and requests.append(request.post_data or ""))
-    page.get_by_label("Colour by").select_option("readout")
-    page.get_by_label("Readout", exact=True).select_option("page-probe/0")
+    page.get_by_label("Color by").select_option("readout")
+    page.get_by_label("Probe or autoencoder").select_option("page-probe/0")
     page.get_by_label("Message", exact=True).fill(TEXTS[0])
     page.keyboard.press("Enter")
     expect(page.locator(".under")).to_be_visible()
@@ -168,7 +168,7 @@ def test_a_chat_is_coloured_by_a_readout_as_its_values_come_and_afterwards(opene
     expect(about).to_contain_text(f"page-probe: sum{float(f'{values[0]:.4g}')} probability")
     expect(about).to_contain_text(f"page-probe: <b>{float(f'{values[1]:.4g}')} probability")
 
-    page.get_by_label("Readout", exact=True).select_option("page-sae")
+    page.get_by_label("Probe or autoencoder").select_option("page-sae")
     page.get_by_label("Feature", exact=True).fill("5")
     page.get_by_label("Feature", exact=True).press("Enter")
     expect(page.locator("main .legend")).to_contain_text("feature 5 of page-sae (activation)")
@@ -185,21 +185,21 @@ def test_a_feature_of_an_autoencoder_steers_and_the_report_says_by_how_much(open
     page.get_by_role("button", name="page-sae").click()
     page.get_by_label("Feature", exact=True).fill("7")
     page.get_by_role("button", name="Steer with the feature").click()
-    expect(page.get_by_label("Autoencoder")).to_have_value("page-sae")
+    expect(page.get_by_label("Autoencoder", exact=True)).to_have_value("page-sae")
     expect(page.locator("fieldset").get_by_label("Feature", exact=True)).to_have_value("7")
     page.get_by_label("Added to its value").fill("600")
     page.get_by_label("Prompt").fill("Tom has 3 boxes")
-    page.get_by_text("Answer and sampling").click()
-    page.get_by_label("Most new tokens").fill("8")
-    page.get_by_role("button", name="Answer with and without").click()
-    told = page.get_by_text(re.compile(rf"Changed \d+ rows at {POINT} by \d+% of their length"))
+    page.get_by_text("Length and sampling").click()
+    page.get_by_label("Max new tokens").fill("8")
+    page.get_by_role("button", name="Generate with and without").click()
+    told = page.get_by_text(re.compile(rf"Changed \d+ activation vectors at {POINT} by \d+% of their length"))
     expect(told).to_be_visible()
     assert answered(page, "Default") != answered(page, "Steered")
 
 
 def answered(page: Page, name: str) -> list[str]:
     painted(page)
-    strip = page.get_by_role("listbox", name=f"{name}: tokens of the answer")
+    strip = page.get_by_role("listbox", name=f"{name}: tokens of the completion")
     return strip.get_by_role("option").all_text_contents()
 
 
@@ -209,22 +209,22 @@ def test_a_probe_steers_in_the_direction_in_which_its_value_grows(opened, served
     page.get_by_label("Value", exact=True).select_option("1")
     page.route("**/v1/readouts?*", lambda _: None)  # the list of probes is late
     page.get_by_role("button", name="Steer with the probe").click()
-    expect(page.get_by_label("Probe")).to_have_value("page-probe/1")
+    expect(page.get_by_label("Probe", exact=True)).to_have_value("page-probe/1")
     page.get_by_label("Prompt").fill("Tom has 3 boxes")
     page.get_by_label("Strength").fill("2")
-    page.get_by_text("Answer and sampling").click()
-    page.get_by_label("Most new tokens").fill("8")
+    page.get_by_text("Length and sampling").click()
+    page.get_by_label("Max new tokens").fill("8")
     page.unroute("**/v1/readouts?*")
     held: list[Route] = []
     page.route("**/v1/completions", lambda route: held.append(route))
     with page.expect_request(lambda request: "interventions" in (request.post_data or "")) as asked:
-        page.get_by_role("button", name="Answer with and without").click()
+        page.get_by_role("button", name="Generate with and without").click()
     page.get_by_label("Strength").fill("0.5")  # of the next answers
     for route in held:
         route.continue_()
     told = page.get_by_text(re.compile(f"Added a vector of length .* at {POINT}"))
     expect(told).to_be_visible()
-    length, rows = re.findall(r"length ([\d.]+) at .* rows are ([\d.]+) long", told.text_content())[0]
+    length, rows = re.findall(r"length ([\d.]+) at .* activation vectors are ([\d.]+) long", told.text_content())[0]
     assert float(length) == pytest.approx(2 * float(rows), rel=0.01)
     (change,) = asked.value.post_data_json["interventions"]
     weight = load(httpx.get(f"{served.base_url}/readouts/page-probe/file", timeout=60).content)["weight"]

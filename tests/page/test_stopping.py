@@ -70,9 +70,9 @@ def begin(page: Page, view: str) -> None:
         page.keyboard.press("Enter")
         return
     page.get_by_label("Prompt" if view == "steer" else "Text").fill(PROMPT)
-    page.get_by_text("Answer and sampling").click()
-    page.get_by_label("Most new tokens").fill("0" if view == "patch" else "8")
-    name = {"steer": "Answer with and without", "attention": "Show the heads"}.get(view, "Read the layers")
+    page.get_by_text("Length and sampling").click()
+    page.get_by_label("Max new tokens").fill("0" if view == "patch" else "8")
+    name = {"steer": "Generate with and without", "attention": "Show the heads"}.get(view, "Read the layers")
     page.get_by_role("button", name=name).click()
     if view == "patch":
         page.get_by_role("gridcell").last.click()
@@ -91,8 +91,8 @@ def test_stop_frees_the_slots_of_a_view(opened, install, statistics, eventually,
     legend = page.locator(".patched .legend" if view == "patch" else ".colouring .legend")
     if view in ("chat", "steer"):
         install({"weight": torch.ones(1, 192)}, name=f"stop-{view}", kind="linear", point="layers.3.output")
-        page.get_by_label("Colour by").select_option("readout")
-        page.get_by_role("group", name="Colours").get_by_label("Readout").select_option(f"stop-{view}/0")
+        page.get_by_label("Color by").select_option("readout")
+        page.get_by_role("group", name="Colors").get_by_label("Probe or autoencoder").select_option(f"stop-{view}/0")
     expect(legend).to_have_count(0)
     aside = ThreadPoolExecutor(1)  # Playwright's event loop runs in this thread
 
@@ -132,14 +132,14 @@ def test_stopping_what_is_read_for_a_colour_leaves_the_answer_as_it_is(opened):
     expect(page.locator(".under")).to_be_visible()
     page.route("**/v1/completions", lambda _: None)  # the values never come
     with page.expect_request("**/v1/completions"):  # only what is on its way can be cut off
-        page.get_by_label("Colour by").select_option("norm")
+        page.get_by_label("Color by").select_option("norm")
     expect(page.get_by_text("Reading the values")).to_be_visible()
     with page.expect_event("requestfailed") as ended:
         page.get_by_role("button", name="Stop").click()
     assert ended.value.failure == "net::ERR_ABORTED"
     expect(page.get_by_text("Reading the values")).to_be_hidden()
     expect(page.locator("main .legend")).to_contain_text("probability")  # of the colours that are still there
-    page.get_by_label("Colour by").select_option("entropy")
+    page.get_by_label("Color by").select_option("entropy")
     expect(page.locator("main .legend")).to_contain_text("bits")
 
 
@@ -148,10 +148,10 @@ def test_a_lens_that_was_stopped_or_failed_stays_whole_and_goes_on(opened):
     stop, cells = page.get_by_role("button", name="Stop"), page.get_by_role("gridcell")
     page.route("**/v1/completions", lambda route: route.fulfill(status=500, json={}))
     page.get_by_label("Text").fill(PROMPT)
-    page.get_by_text("Answer and sampling").click()
-    page.get_by_label("Most new tokens").fill("0")
+    page.get_by_text("Length and sampling").click()
+    page.get_by_label("Max new tokens").fill("0")
     page.get_by_role("button", name="Read the layers").click()
-    expect(page.locator("main .error")).to_contain_text("answered 500")
+    expect(page.locator("main .error")).to_contain_text("responded with 500")
     page.unroute("**/v1/completions")
     page.route("**/v1/completions", lambda _: None)  # no answer comes
     with page.expect_request("**/v1/completions"):
@@ -161,12 +161,12 @@ def test_a_lens_that_was_stopped_or_failed_stays_whole_and_goes_on(opened):
         stop.click()
     expect(page.get_by_text("Reading tokens 0 to")).to_be_hidden()
     page.unroute("**/v1/completions")
-    page.get_by_label("Colour by").select_option("rank")
+    page.get_by_label("Color by").select_option("rank")
     expect(cells.last).to_have_attribute("aria-label", re.compile(r"rank \d+$"))
 
     page.route("**/v1/completions", lambda _: None)
     page.get_by_label("Text").fill("Ann reads a book")
-    page.get_by_label("Most new tokens").fill("8")
+    page.get_by_label("Max new tokens").fill("8")
     page.get_by_role("button", name="Read the layers").click()
     stop.click()
     cells.last.click()
@@ -185,10 +185,10 @@ def test_a_page_that_nobody_uses_asks_the_server_nothing(opened):
     page.get_by_label("Message", exact=True).fill(PROMPT)
     page.keyboard.press("Enter")
     expect(page.locator(".under")).to_be_visible()
-    for name in ("Lens", "Steer", "Attention", "Stored runs", "Readouts"):
+    for name in ("Lens", "Steer", "Attention", "Stored runs", "Probes"):
         page.get_by_role("link", name=name).click()
         expect(page.get_by_role("region", name=name, exact=True)).to_be_visible()
-    expect(page.locator("main")).to_contain_text(re.compile("No readout is installed|Description"))
+    expect(page.locator("main")).to_contain_text(re.compile("No probe is installed|Description"))
     asked: list[str] = []
     page.on("request", lambda request: "/page/" in request.url or asked.append(request.url))
     page.clock.fast_forward("01:00:00")
@@ -205,20 +205,20 @@ def test_a_server_that_goes_away_within_an_answer_leaves_what_came(opened, serve
         page.keyboard.press("Enter")
         tokens = page.get_by_role("listbox").get_by_role("option")
         expect(tokens.nth(3)).to_be_visible()
-        page.get_by_label("Colour by").select_option("entropy")
+        page.get_by_label("Color by").select_option("entropy")
         expect(tokens.nth(tokens.count() + 3)).to_have_attribute("style", re.compile("background"))
         box.fill("What I typed meanwhile")
         page.context.set_offline(True)
         cut()
-        expect(page.locator("main .error")).to_contain_text("went away before the answer's end")
+        expect(page.locator("main .error")).to_contain_text("disconnected before the response's end")
         assert tokens.count() > 3
-        expect(page.get_by_text("this page looks again")).to_be_visible()
+        expect(page.get_by_text("the web UI tries again")).to_be_visible()
         page.context.set_offline(False)
-        expect(page.get_by_text("this page looks again")).to_be_hidden()
+        expect(page.get_by_text("the web UI tries again")).to_be_hidden()
         expect(box).to_have_value("What I typed meanwhile")
         page.unroute("**/v1/chat/completions")
         page.get_by_role("button", name="Try again").click()
-        expect(page.locator(".under")).to_contain_text("the end of its answer")
+        expect(page.locator(".under")).to_contain_text("the end of its response")
         expect(page.locator("article.user")).to_have_count(1)
 
 
@@ -226,7 +226,7 @@ def test_a_link_that_is_opened_within_an_answer_shows_nothing_of_that_answer(ope
     page = opened("#chat")
     page.route("**/v1/chat/completions", without_end)
     begin(page, "chat")
-    expect(page.get_by_role("listbox", name="Tokens of the answer").get_by_role("option").nth(3)).to_be_visible()
+    expect(page.get_by_role("listbox", name="Tokens of the response").get_by_role("option").nth(3)).to_be_visible()
     follow(page, "chat", {"messages": [{"role": "user", "content": "Another chat"}], "pinned": [2]})
     expect(page.get_by_text("This chat comes from a link")).to_be_visible()
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()

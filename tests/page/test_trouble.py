@@ -47,7 +47,7 @@ def obedient(opened):
 def test_hostile_text_stays_text(obedient):
     page = obedient(HOSTILE, viewport={"width": 390, "height": 800})
     page.get_by_text("Settings").click()
-    page.get_by_label("Most new tokens").fill("600")
+    page.get_by_label("Max new tokens").fill("600")
     say(page, HOSTILE)
     expect(page.locator(".under")).to_contain_text("tokens, up to")
     painted(page)
@@ -82,7 +82,7 @@ def test_hostile_text_stays_text_in_every_view(opened, served):
 
     for view, label, press, shown in (
         ("Lens", "Text", "Read the layers", "lens-grid [role=gridcell]"),
-        ("Steer", "Prompt", "Answer with and without", "token-strip [role=option]"),
+        ("Steer", "Prompt", "Generate with and without", "token-strip [role=option]"),
         ("Attention", "Text", "Show the heads", "canvas"),
     ):
         page.get_by_role("link", name=view).click()
@@ -145,7 +145,7 @@ def test_a_setting_is_sent_as_it_is_typed_or_said_to_be_wrong(opened):
     expect(page.locator("main .error")).to_contain_text("Temperature: ")
     expect(page.get_by_label("Temperature")).to_be_focused()
     expect(page.get_by_label("Message", exact=True)).to_have_value("Ann has 3 boxes")
-    page.get_by_role("button", name="Answer again").click()
+    page.get_by_role("button", name="Regenerate").click()
     assert page.get_by_role("listbox").count() == 1  # the answer that is there stays
 
 
@@ -178,13 +178,13 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(another_app, opened, tmp_path):
         page.get_by_label(re.compile("API key")).last.fill("schlüssel-北京")
         page.get_by_role("button", name="Use it").click()
         expect(page.locator("#key-input:invalid")).to_be_focused()  # no header can hold it
-        assert page.get_by_text("does not answer").count() == 0
+        assert page.get_by_text("does not respond").count() == 0
         for key, told in (("sk-wrong-0000000000", "does not know this API key"), (KEY, "No model is loaded")):
             page.get_by_label(re.compile("API key")).last.fill(key)
             page.get_by_role("button", name="Use it").click()
             expect(page.get_by_text(told)).to_be_visible()
         page.get_by_role("link", name="Stored runs").click()
-        expect(page.get_by_text("Nothing is stored")).to_be_visible()
+        expect(page.get_by_text("No stored session fits")).to_be_visible()
         assert page.evaluate("() => JSON.stringify([sessionStorage, localStorage, document.cookie])").count(KEY) == 1
         assert KEY not in page.url
         page.get_by_text("The requests as Python and curl").click()

@@ -20,7 +20,7 @@ MODEL = "vitrine-demo"
 
 
 def ask(page: Page, text: str = QUESTION) -> None:
-    """A chat's question, up to the end of its answer."""
+    """A chat's question, up to the end of its response."""
     answers = page.locator("article.assistant .under")
     before = answers.count()
     page.get_by_label("Message", exact=True).fill(text)
@@ -29,7 +29,7 @@ def ask(page: Page, text: str = QUESTION) -> None:
     painted(page)
 
 
-def options(page: Page, name: str = "Tokens of the answer"):
+def options(page: Page, name: str = "Tokens of the response"):
     return page.get_by_role("listbox", name=name).last.get_by_role("option")
 
 
@@ -69,7 +69,7 @@ def test_a_chat_shows_what_each_token_was_chosen_from(opened, served):
     expect(about.locator("dd").first).to_have_text(str(said["usage"]["prompt_tokens"] + 3))
     page.keyboard.press("End")
     expect(about.locator("dd").first).to_have_text(str(said["usage"]["prompt_tokens"] + len(tokens) - 1))
-    page.get_by_label("Colour by").select_option("norm")
+    page.get_by_label("Color by").select_option("norm")
     expect(page.locator(".legend")).to_contain_text("norm")
     assert options(page).first.evaluate("one => one.style.backgroundColor")
     done = subprocess.run([sys.executable, "-c", code(page, "Chat")], capture_output=True, text=True, timeout=60)
@@ -94,11 +94,11 @@ def test_a_lens_reads_every_layer_and_a_cell_is_dragged_onto_another_token(opene
     row.nth(4).click()
     expect(page.get_by_role("complementary").get_by_role("listitem")).to_have_count(20)
     row.nth(4).drag_to(page.locator("[aria-rowindex='2']").get_by_role("gridcell").nth(1))
-    expect(page.locator(".patched [role=status]")).to_contain_text("answer")
+    expect(page.locator(".patched [role=status]")).to_contain_text("completion")
     expect(page.locator(".patched h2")).to_contain_text("Layer 4 at")
-    body = code(page, "The patched answer", "as curl")
+    body = code(page, "The patched completion", "as curl")
     assert '"op":"replace","point":"layers.1.output","tokens":{"positions":[1]}' in body
-    page.get_by_label("Colour by").select_option("rank")
+    page.get_by_label("Color by").select_option("rank")
     expect(page.locator(".legend").first).to_contain_text("above 1000")
     expect(row.last).to_have_attribute("aria-label", re.compile(r"rank \d+$"))
     ranks = [one["targets"][0]["rank"] for one in found[-1]["layers"]]
@@ -134,9 +134,9 @@ def test_what_is_shown_stays_its_models_when_another_is_chosen(opened):
     page.get_by_label("Store activations").check()
     ask(page)
     chooser.select_option("another")
-    page.get_by_label("Colour by").select_option("probability")
+    page.get_by_label("Color by").select_option("probability")
     page.get_by_label("Point", exact=True).evaluate("one => { one.value = 'embed.output'; }")
-    page.get_by_label("Colour by").select_option("norm")
+    page.get_by_label("Color by").select_option("norm")
     page.get_by_role("button", name="Lens grid").press("Enter")
     expect(page.get_by_role("main", name="Lens")).to_be_focused()
     expect(chooser).to_have_value(MODEL)
@@ -162,18 +162,18 @@ def test_a_model_without_attention_patterns_says_what_to_start_it_with(opened):
 def test_both_answers_of_steering_begin_from_one_seed(opened):
     page = opened("#steer")
     page.get_by_label("Prompt").fill(PROMPT)
-    page.get_by_text("Answer and sampling").click()
+    page.get_by_text("Length and sampling").click()
     page.get_by_label("Temperature").fill("1")
-    page.get_by_label("Most new tokens").fill("12")
+    page.get_by_label("Max new tokens").fill("12")
     page.get_by_label("Strength").fill("0")
-    page.get_by_role("button", name="Answer with and without").click()
-    default, steered = (options(page, f"{name}: tokens of the answer") for name in ("Default", "Steered"))
+    page.get_by_role("button", name="Generate with and without").click()
+    default, steered = (options(page, f"{name}: tokens of the completion") for name in ("Default", "Steered"))
     expect(page.get_by_text("tick “as a chat message”")).to_be_visible()
     painted(page)
     assert default.all_text_contents() == steered.all_text_contents()
     page.get_by_label("Strength").fill("2")
-    page.get_by_role("button", name="Answer with and without").click()
-    expect(page.get_by_text(re.compile("length [1-9].* at layers.3.output.*The answers differ"))).to_be_visible()
+    page.get_by_role("button", name="Generate with and without").click()
+    expect(page.get_by_text(re.compile("length [1-9].* at layers.3.output.*The completions differ"))).to_be_visible()
     painted(page)
     assert default.all_text_contents() != steered.all_text_contents()
 
@@ -181,17 +181,17 @@ def test_both_answers_of_steering_begin_from_one_seed(opened):
 def test_rows_are_capped_along_a_direction_or_rotated_toward_it(opened):
     page = opened("#steer")
     page.get_by_label("Prompt").fill(PROMPT)
-    page.get_by_text("Answer and sampling").click()
-    page.get_by_label("Most new tokens").fill("4")
+    page.get_by_text("Length and sampling").click()
+    page.get_by_label("Max new tokens").fill("4")
     sent = {}
     for change, label, number in (("cap", "At most", "-30"), ("rotate", "Degrees", "45")):
         page.get_by_label("Change").select_option(change)
         page.get_by_label(label).fill(number)
         expect(page.get_by_label("Strength")).to_be_hidden()
         with page.expect_request(lambda request: "interventions" in (request.post_data or "")) as asked:
-            page.get_by_role("button", name="Answer with and without").click()
+            page.get_by_role("button", name="Generate with and without").click()
         (sent[change],) = asked.value.post_data_json["interventions"]
-        expect(page.get_by_text(re.compile("Changed .* rows at layers.3.output by"))).to_be_visible()
+        expect(page.get_by_text(re.compile("Changed .* activation vectors at layers.3.output by"))).to_be_visible()
     assert (sent["cap"]["op"], sent["cap"]["max"]) == ("clamp_projection", -30)
     assert (sent["rotate"]["op"], sent["rotate"]["angle"]) == ("rotate", 45)
     difference = [b - a for a, b in zip(sent["rotate"]["vector"], sent["rotate"]["toward"], strict=True)]
@@ -210,7 +210,7 @@ def test_attention_is_that_of_the_model(opened, served):
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, "capture": capture}
     answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()
     run = answer["activations_meta"]["runs"][0]
-    names = [one if one.strip() else "␣" for one in options(page, "Tokens; the one you look at").all_text_contents()]
+    names = [one if one.strip() else "␣" for one in options(page, "Tokens; the one you point at").all_text_contents()]
     assert page.locator(".down span").all_text_contents() == names
     assert page.locator(".across span").all_text_contents() == names
     shares = run["points"]["layers.2.attention.weights"]["data"][-1][1]
@@ -229,7 +229,7 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
     page.get_by_label("Points").fill("layers.2.output")  # of the next answers
     page.get_by_label("Point", exact=True).evaluate("one => { one.value = 'layers.1.output'; }")
     with page.expect_request("**/files/*"):  # what is stored is not asked of the model again
-        page.get_by_label("Colour by").select_option("norm")
+        page.get_by_label("Color by").select_option("norm")
     page.get_by_label("Point", exact=True).fill("layers.*.mlp.output")
     page.get_by_label("Point", exact=True).press("Enter")
     expect(page.locator("main .error")).to_contain_text("names 6 points")
@@ -237,7 +237,7 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
     strip = options(page, "Tokens of the run")
     expect(strip.last).to_be_visible()
     strip_length = strip.count()
-    page.get_by_label("Colour by").last.select_option("norm")
+    page.get_by_label("Color by").last.select_option("norm")
     expect(page.locator("main .legend")).to_contain_text("norm")
     run = page.get_by_role("heading", level=2, name="run-").text_content()
     with page.expect_download() as begun:
@@ -255,7 +255,7 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
     assert '["layers.*.input", "layers.*.resid_mid", "layers.*.output"]' in code(page, "To record the residual stream")
     page.get_by_label("Point", exact=True).select_option("layers.1.output")
     expect(page.get_by_text("Computed now, with interventions left out")).to_be_hidden()
-    colour = page.get_by_label("Colour by").last
+    colour = page.get_by_label("Color by").last
     colour.select_option("probability")
     expect(page.locator("main .error")).to_contain_text("Probabilities are not stored")
     expect(page.locator("main .legend")).to_contain_text("norm")  # of the colours that are still there
@@ -363,7 +363,7 @@ def test_no_view_breaks_a_rule_of_accessibility(opened, accessible, served):
     expect(cell).to_have_attribute("aria-label", re.compile("%$"))
     cell.click()
     page.get_by_role("button", name="Patch it there").click()
-    expect(page.locator(".patched [role=status]")).to_contain_text("answer")
+    expect(page.locator(".patched [role=status]")).to_contain_text("completion")
     accessible(page, "lens")
     assert strongest.evaluate("one => one.style.backgroundColor") == in_chat
     page.get_by_role("link", name="Chat").click()
@@ -371,8 +371,8 @@ def test_no_view_breaks_a_rule_of_accessibility(opened, accessible, served):
     expect(page.get_by_role("button", name="head 0")).to_be_visible()
     accessible(page, "attention")
     page.get_by_role("link", name="Steer").click()
-    page.get_by_role("button", name="Answer with and without").click()
-    expect(page.get_by_text("where rows are")).to_be_visible()
+    page.get_by_role("button", name="Generate with and without").click()
+    expect(page.get_by_text("where activation vectors are")).to_be_visible()
     accessible(page, "steer")
     page.get_by_role("link", name="Stored runs").click()
     expect(page.get_by_role("table", name="Sessions")).to_be_visible()
@@ -380,16 +380,16 @@ def test_no_view_breaks_a_rule_of_accessibility(opened, accessible, served):
     page.get_by_role("button", name="page-axe", exact=True).click()
     page.get_by_role("button", name=re.compile("^run-")).click()
     expect(options(page, "Tokens of the run").last).to_be_visible()
-    page.get_by_label("Colour by").last.select_option("probability")
+    page.get_by_label("Color by").last.select_option("probability")
     expect(page.locator("main .error")).to_be_visible()
     accessible(page, "a run")
-    page.get_by_role("link", name="Readouts").click()
-    page.get_by_role("region", name="Readouts", exact=True).get_by_text("The requests as Python and curl").click()
+    page.get_by_role("link", name="Probes").click()
+    page.get_by_role("region", name="Probes", exact=True).get_by_text("The requests as Python and curl").click()
     accessible(page, "readouts")
     page.get_by_role("button", name="API key").click()
     page.set_viewport_size({"width": 390, "height": 800})
     accessible(page, "narrow")
-    for name in ("Chat", "Lens", "Steer", "Attention", "Stored runs", "Readouts"):
+    for name in ("Chat", "Lens", "Steer", "Attention", "Stored runs", "Probes"):
         page.get_by_role("link", name=name).click()
         expect(page.get_by_role("region", name=name, exact=True)).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
