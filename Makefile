@@ -9,7 +9,7 @@ LOCKED := $(PIP) --require-hashes
 # Each of many processes would compile torch and Ray again: their first import takes 26 s then, and 10 s otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve smollm2 test test-fast test-all chaos coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-scaling bench-collecting bench-writing bench-reading clean
+.PHONY: help demo serve smollm2 test test-fast test-all chaos coverage lint format docs docs-serve notebooks lock bench bench-engine bench-gpu bench-serving bench-scaling bench-collecting bench-writing bench-reading clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -60,6 +60,10 @@ docs: $(VENV)/.ready-dev  ## build the documentation into build/site; a broken l
 
 docs-serve: $(VENV)/.ready-dev  ## show the documentation on port 8008 while you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8008
+
+notebooks: $(VENV)/.ready-dev smollm2  ## run the notebooks on SmolLM2 and save their outputs, all or some: make notebooks NAMES="recall errors"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt nbclient ipykernel
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python examples/run_notebooks.py $(NAMES)
 
 lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency has changed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging

@@ -1,3 +1,3 @@
-"""Benchmarks: what they compare and how is in benchmarks/README.md and docs/benchmarks.md."""
+"""Benchmarks; benchmarks/README.md lists their commands, docs/internals.md their results."""
 
 import deployments  # noqa: F401  # before torch: it sets how OpenMP's threads wait, as for a server

@@ -1,10 +1,10 @@
-"""The engine compared with its peers, in one process and without Ray: `python -m benchmarks.engine`.
+"""Compare the engine with transformers and nnsight, in one process without Ray.
 
-All ways generate from the same prompts with the same weights: the engine, plain, with every layer's output captured in
-memory and with a steering vector for each request; transformers' `generate` on one static batch and its continuous
-batching, plain and with hooks that clone every layer's output; and nnsight.
+All baselines generate from the same prompts with the same weights: the engine (plain, with the output of every layer
+recorded in memory, with a steering vector per request), transformers' `generate` on one static batch, its continuous
+batching (plain, with hooks that clone every layer's output), and nnsight.
 
-Ends with 1 where greedy tokens in float32 differ, or the engine is slower than `generate`'s static batch.
+The exit status is 1 if greedy float32 tokens differ, or if `generate`'s static batch is faster than the engine.
 """
 
 from __future__ import annotations

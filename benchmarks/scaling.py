@@ -1,8 +1,8 @@
-"""How replicas add up behind one ingress, and what the ingress and the proxy cost: `python -m benchmarks.scaling`.
+"""Measure how replicas scale behind one ingress, and the cost of the ingress and the proxy.
 
-Replicas of the shipped model wait in each step as if a device computed, so that many fit on few cores. Clients send
-their next request when the last is answered. Rates are those of a window in which all clients are busy. The processor
-time of the ingress and of Serve's proxy in that window gives what one core of each carries.
+Replicas of the bundled model wait in each step as if a device computed, so that many fit on few cores. A client sends
+its next request after each response. Rates are measured in a window in which all clients are busy. The processor time
+of the ingress and of Serve's proxy in that window gives the load that one core of each carries.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write the results; gives the exit status."""
     parsing = parser(__doc__, "benchmark-scaling", rounds=2)
     parsing.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
-    parsing.add_argument("--replicas", type=int, default=8)
+    parsing.add_argument("--replicas", type=int, default=8, help="replicas behind the ingress")
     parsing.add_argument("--rows", type=int, default=8, help="sequences that share a step")
-    parsing.add_argument("--step-ms", type=float, default=200, help="what each step takes besides")
-    parsing.add_argument("--new-tokens", type=int, default=16)
-    parsing.add_argument("--seconds", type=float, default=40, help="of the window")
+    parsing.add_argument("--step-ms", type=float, default=200, help="wait of each step in milliseconds")
+    parsing.add_argument("--new-tokens", type=int, default=16, help="tokens of each completion")
+    parsing.add_argument("--seconds", type=float, default=40, help="length of the window")
     options = parsing.parse_args(arguments)
     if options.load:
         asyncio.run(_load(*json.loads(sys.stdin.readline())))

@@ -1,8 +1,8 @@
-"""Serving over HTTP compared with the engine, `transformers serve` and vLLM on the CPU: `python -m benchmarks.serving`.
+"""Compare a server with the engine in process, `transformers serve` and vLLM, on a CPU.
 
-In each round, the engine and `generate` run in this process with no server up. Then each server is started, asked for
-whole answers and for streams, and stopped: it is alone, because an idle server takes cores from the others. vLLM is
-installed below build/ at first, which takes minutes and 3.4 GB; it serves models whose heads have a size of 32 or more.
+In each round, the engine and `generate` run while no server does. Then the benchmark starts each server, sends complete
+and streamed requests, and stops it, because an idle server takes cores from the others. The first run installs vLLM
+below build/, which takes minutes and 3.4 GB; vLLM serves models whose head size is at least 32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     terminate_as_interrupt()
     parsing = parser(__doc__, "benchmark-serving", rounds=3)
     ways.add_options(parsing)
-    parsing.add_argument("--beside", nargs="*", choices=PEERS, default=PEERS, help="the other servers")
+    parsing.add_argument("--beside", nargs="*", choices=PEERS, default=PEERS, help="servers to compare with")
     options = parsing.parse_args(arguments)
     torch.set_num_threads(options.threads)
     tokenizer, dtype = measured_models.tokenizer(options.model), DTYPES[options.dtype]

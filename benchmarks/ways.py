@@ -78,7 +78,7 @@ def add_options(parsing: argparse.ArgumentParser) -> None:
     """Add the options of benchmarks that generate: the model, and what it generates."""
     parsing.add_argument("--model", choices=measured_models.NAMES, default="random-40m")
     parsing.add_argument("--dtype", choices=DTYPES, default="float32")
-    parsing.add_argument("--requests", type=int, default=32, help="how many at once")
+    parsing.add_argument("--requests", type=int, default=32, help="requests at the same time")
     parsing.add_argument("--new-tokens", type=int, default=64)
 
 

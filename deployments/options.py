@@ -62,95 +62,99 @@ class Options(BaseModel):
     """One model, its replicas, and the activation store.
 
     Attributes:
-        model: A repository id, a name below `models_dir`, the absolute path of a directory or of a GGUF file,
-            `vitrine-demo` (the model that ships with the project), or `none` to start without a model.
-        model_id: The name that requests give as `model`, and that `/v1/models` and stored runs show. By default it is
-            `model` itself, with an adapter `model+adapter`; of a path it is the last name, without `.gguf`.
-        revision: The repository's branch, tag or commit.
-        adapter: A LoRA adapter in PEFT's format, which is merged into the weights: a repository id, a name below
-            `models_dir`, or the absolute path of a directory.
-        dtype: The weights' dtype; `auto` is the checkpoint's own. In 16 bits, a request's tokens may depend on the
-            other requests of its batch: use `float32` for experiments if the model is small enough. A processor without
-            instructions for bfloat16 is several times slower in it than in `float32`.
-        attention: How transformers computes attention; `auto` is its choice for the model. `sdpa` is faster. `eager`
-            gives attention patterns also for architectures whose patterns cannot be recomputed.
-        device: `cuda`, `cpu` or a torch device; by default a GPU if the replica has one, else the CPU.
-        device_map: How to spread the model over a replica's GPUs, as transformers takes it.
-        trust_remote_code: Run the repository's own code.
-        max_seq_len: A context shorter than the model's, in tokens.
-        savepoints: Points of the model with names of their own. `store_activations` without `capture` records them.
-        num_replicas: Copies of the model, each with its own weights.
+        model: Repository id, name below `models_dir`, absolute path of a directory or GGUF file, `vitrine-demo` (the
+            bundled model), or `none` to start without a model.
+        model_id: Name of the model in requests, `/v1/models` and stored runs. By default the value of `model`, or
+            `model+adapter` with an adapter. For a path: its last component, without `.gguf`.
+        revision: Branch, tag or commit of the repository.
+        adapter: LoRA adapter in PEFT format, merged into the weights: repository id, name below `models_dir`, or
+            absolute path of a directory.
+        dtype: Dtype of the weights; `auto` uses that of the checkpoint. In 16 bits, tokens may depend on the other
+            requests of a batch: use `float32` for experiments if the model is small enough. CPUs without bfloat16
+            instructions run bfloat16 several times slower than `float32`.
+        attention: Attention implementation of transformers; `auto` lets transformers choose. `sdpa` is faster. `eager`
+            also gives attention patterns for architectures whose patterns cannot be recomputed.
+        device: `cuda`, `cpu` or another torch device. By default a GPU if the replica has one, else the CPU.
+        device_map: Distribution of the model over the GPUs of a replica, in transformers' form; an object only in a
+            file.
+        trust_remote_code: Run Python code from the model's repository.
+        max_seq_len: Context length in tokens, if shorter than that of the model.
+        savepoints: Aliases of points, each with `name` and `selector`. `store_activations` without `capture` records
+            these points.
+        num_replicas: Number of replicas; each contains a copy of the model.
         autoscaling: Fields of Ray Serve's `AutoscalingConfig` instead of `num_replicas`, such as `{"min_replicas": 0,
-            "max_replicas": 4}`: Serve then starts and stops replicas with the load. By default,
+            "max_replicas": 4}`: Serve starts and stops replicas with the load. By default,
             `target_ongoing_requests` is 0.75 of `max_running`, and at least one replica starts.
-        max_surge_percent: Further replicas, in percent of all, that a redeployment starts before it stops old ones;
-            they need CPUs, GPUs and memory beside the old ones.
-        num_cpus: CPUs that each replica reserves in Ray. The default is a fraction, so that on two cores the
-            evaluator's tasks also find room. `threads` sets torch's threads.
-        num_gpus: GPUs of each replica; by default 1 where the cluster has a GPU, else 0. With a fraction, such as 0.5,
+        max_surge_percent: Additional replicas, in percent of all, that a redeployment starts before it stops old ones.
+            They need CPUs, GPUs and memory in addition to those of the old replicas.
+        num_cpus: CPUs that each replica reserves in Ray; `threads` sets the threads of torch. The default is a
+            fraction so that evaluation tasks also fit on two cores.
+        num_gpus: GPUs of each replica. By default 1 if the cluster has a GPU, else 0. With a fraction, such as 0.5,
             replicas share a GPU.
-        threads: torch threads of each replica; by default the machine's cores divided by the most replicas.
-        batch_invariant: Give each sequence the same bits (tokens, logprobs, activations) whatever shares its forward
-            passes, on the same machine. On CPUs, in float32 and bfloat16; prompts run more slowly.
-        cuda_graphs: Whether a GPU replays decode steps as CUDA graphs, where they can be captured, and launches each
-            before the tokens of the last are known (`auto`), or runs every operation by itself (`off`).
-        max_running: The most sequences of a replica that share a forward pass.
-        max_queued: The most further sequences that wait in a replica's queue; more get 429.
-        prefill_tokens: The most prompt tokens of one forward pass; at most a fifth of it while streams decode. A
-            longer prompt runs in chunks. By default 1,024 on a CPU and 4,096 on a GPU.
-        kv_fraction: The most memory for keys and values of a replica: a fraction of what is free at start, which
-            replicas on CPUs, and those that share a GPU, divide among them; or a size such as `2GiB`.
-        request_timeout_s: Seconds after which a request gets 504.
-        requests_per_minute: The most chats and completions of each owner of API keys, admins as well; more get 429.
-            Without keys, of all clients together. By default no limit.
-        tokens_per_minute: The same for tokens of prompts and answers, counted when a request ends. By default no limit.
-        api_keys_file: A file of API keys, each as `role:key` or `role@name:key`, where the application is built and on
-            Ray's head node, which reads it again when it changes. The variable `VITRINE_API_KEYS` is read when the
-            application is built.
-        open: Start without API keys on addresses that other machines can reach, and answer everybody.
+        threads: Torch threads of each replica. By default the cores of the machine divided by the maximum number of
+            replicas.
+        batch_invariant: Give each sequence the same bits (tokens, logprobs, activations) in every batch composition, on
+            the same machine. On CPUs, in float32 and bfloat16; prompts run more slowly.
+        cuda_graphs: `auto` replays decode steps on a GPU as CUDA graphs if they can be captured, and launches each step
+            before the tokens of the last one are known. `off` launches every operation separately.
+        max_running: Maximum sequences of a replica in one forward pass.
+        max_queued: Maximum further sequences in a replica's queue. The server rejects more with 429.
+        prefill_tokens: Maximum prompt tokens of one forward pass, or a fifth of it while streams decode. Longer prompts
+            run in chunks. By default 1,024 on a CPU and 4,096 on a GPU.
+        kv_fraction: Maximum memory of a replica for keys and values: a fraction of the memory that is free at start, or
+            a size such as `2GiB`. Replicas on CPUs, and replicas that share a GPU, divide the fraction.
+        request_timeout_s: Seconds after which the server ends a request with 504.
+        requests_per_minute: Maximum chats and completions per owner of API keys, including admins; without keys, of all
+            clients together. The server rejects more with 429. By default no limit.
+        tokens_per_minute: Maximum prompt and completion tokens per owner of API keys, including admins; without keys,
+            of all clients together. Counted when a request ends. By default no limit.
+        api_keys_file: File of API keys, one `role:key` or `role@name:key` per line, on the machine that builds the
+            application and on Ray's head node, which rereads it after changes. The variable `VITRINE_API_KEYS` is read
+            only when the application is built.
+        open: Start without API keys on addresses that other machines can reach. Everybody can then use the server.
         insecure_ray: Start on a Ray cluster without token authentication. Everybody who reaches its ports can run code.
-        allowed_hosts: Names by which requests may call a server without API keys, besides localhost and loopback
-            addresses; `*` is any. Behind a proxy that serves other machines, the names by which they call the proxy.
-        cors_origins: Origins whose pages may read answers; none by default. `*` is any, and needs API keys.
-        max_client_store_bytes: The most bytes of all tensor files that clients store, and as many of all readouts and
-            of all lenses. One file may take a sixteenth of it: a tensor file at most 64 MiB, a readout or lens at most
-            1 GiB; larger ones get 413.
-        max_request_tensor_bytes: The most bytes that a replica's requests hold together of vectors, tensors and stored
-            rows for interventions, and as many of readouts' and lenses' tensors on its device.
-        capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. If the disk is
-            slower than the model, requests that record wait for it.
-        max_capture_bytes: The most bytes that one request may record, all its choices together.
-        max_store_bytes: The most bytes of all stored sessions together; runs that do not fit are not stored. By default
-            no limit but the disk's.
-        max_session_bytes: The most bytes stored for one session.
-        max_session_age_s: Seconds since its last run after which a session is deleted, unless it is pinned; by default
-            none is.
-        delete_oldest: Whether at `max_store_bytes` the store deletes the sessions whose last run is oldest, except
-            pinned ones, instead of rejecting the run. With API keys, it deletes only those of the run's owner.
-        activations_dir: The directory where activations and clients' tensors are stored.
-        archive: The URI of a bucket that stored activations are uploaded to as well (`s3://bucket/prefix?region=...`);
-            by default none.
-        archive_cache_bytes: The most bytes of archived activations that stay in `activations_dir`; the oldest are
-            removed first.
-        models_dir: The directory of models that are named without a path: `some/model` loads `models_dir/some/model`
-            if it exists, else from the hub. By default `$VITRINE_HOME/models`, where `make smollm2` writes.
-        allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
-        load_timeout_s: Seconds after which loading a model is given up.
-        allow_client_code: Whether clients may run nnsight code of their own over the served weights; with API keys,
-            those of the roles `code` and `admin`. Without keys it is rejected, unless only this machine can reach the
-            server.
-        client_code_sandbox: How that code is isolated. `auto` uses every layer that the system supports, and is
-            rejected if the system cannot isolate code and other machines reach the server. `none` runs code as the
-            server's user.
-        client_code_timeout_s: Seconds after which a client's job is stopped.
-        client_code_memory_bytes: Host memory of a client's job beyond the weights, which it shares. Its result may
-            have a sixteenth of it.
-        monitors: Readouts that read every chat and completion. No field of a request switches them off.
+        allowed_hosts: Host names, besides localhost and loopback addresses, by which clients may call a server without
+            API keys; `*` allows any. Behind a proxy: the names by which clients call the proxy.
+        cors_origins: Origins whose web pages may read responses. By default none; `*` allows any, and needs API keys.
+        max_client_store_bytes: Maximum bytes of all tensor files from clients, and likewise of all readouts and of all
+            lenses. One file may take a sixteenth of it, a tensor file at most 64 MiB, a readout or lens at most 1 GiB.
+            The server rejects larger files with 413.
+        max_request_tensor_bytes: Maximum bytes of vectors, tensors and stored activations for interventions, over all
+            requests of a replica; and likewise of the tensors of readouts and lenses on its device.
+        capture_memory_bytes: Host memory of a replica for recorded activations on their way to the store. If the disk
+            is slower than the model, requests that record wait for it.
+        max_capture_bytes: Maximum bytes that one request may record, over all its choices.
+        max_store_bytes: Maximum bytes of all stored sessions. Runs above it get the status `failed`. By default
+            only the disk limits them.
+        max_session_bytes: Maximum bytes of one stored session. By default no limit.
+        max_session_age_s: Seconds since its last run after which the store deletes a session, unless it is pinned. By
+            default sessions have no age limit.
+        delete_oldest: At `max_store_bytes`, delete the unpinned sessions with the oldest last runs instead of rejecting
+            the run. With API keys, only sessions of the run's owner.
+        activations_dir: Directory of stored activations and of clients' tensors.
+        archive: URI of a bucket (`s3://bucket/prefix?region=...`) to which the store also uploads activations. By
+            default none.
+        archive_cache_bytes: Maximum bytes of archived activations that stay in `activations_dir`. The store removes the
+            oldest first.
+        models_dir: Directory of models that are named without a path: `some/model` loads `models_dir/some/model` if it
+            exists, else the repository. By default `$VITRINE_HOME/models`, the directory of `make smollm2`.
+        allow_remote_code: Allow `trust_remote_code` for models that are loaded while the server runs.
+        load_timeout_s: Seconds after which the server gives up loading a model.
+        allow_client_code: Run clients' nnsight code over the served weights; with API keys, that of the roles `code`
+            and `admin`. Without keys, the server starts with it only if no other machine can reach it.
+        client_code_sandbox: Isolation of remote nnsight code. `auto` uses every layer that the system supports; no
+            model loads if the system cannot isolate code and other machines can reach the server. `none` runs code as
+            the server's user.
+        client_code_timeout_s: Seconds after which the server stops an nnsight job.
+        client_code_memory_bytes: Host memory of an nnsight job, in addition to the shared weights. Its result may take
+            a sixteenth of it.
+        monitors: Readouts that read every chat and completion; no field of a request switches them off.
             `docs/readouts.md` describes their fields.
-        monitor_log: A directory of JSON lines, one for each answer, with what the monitors read. By default none.
-        public_url: The server's address as clients reach it, if their requests do not show it, for example behind a
-            proxy that ends TLS. Large results of clients' jobs are fetched from it, and `/v1/models` shows it, so it
-            must not have a user, key or query.
+        monitor_log: Directory of JSON Lines files with one line per response: the values of the monitors. By default
+            none.
+        public_url: Address of the server for clients, if their requests do not show it, such as behind a proxy that
+            ends TLS. Clients fetch large nnsight results from it, and `/v1/models` shows it: it must not contain a
+            user, a key or a query.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # a URI may hold a key

@@ -1,4 +1,4 @@
-"""Makes `docs/options.md` from `Options`: `python -m deployments.options_table > docs/options.md`."""
+"""The server's options as a table: `python -m deployments.options_table` prints it, and the documentation shows it."""
 
 from __future__ import annotations
 
@@ -10,52 +10,46 @@ from pydantic.fields import FieldInfo
 
 from deployments.options import Options, home
 
-HEAD = """# Options
-
-Set an option in one of these places:
-
-- `serve run serve_app:build_app name=value ...`, where lists and objects are JSON,
-- `args` in a file for `serve deploy`, such as `serve_config.yaml`,
-- `--server-option name=value` of `evals.gsm8k`,
-- `--set name=value` of `deployments.collect`.
-
-Unknown options and bad values are rejected by name, all of them in one message. A model that is loaded while the
-server runs has [settings of its own](models.md#load-and-unload-models); all other options apply to it, too.
-`$VITRINE_HOME` is `~/.vitrine` unless it is set.
-
-| option | takes | default | |
-|---|---|---|---|
-"""
+# Each group's title, by its first option.
+GROUPS = {
+    "model": "Model",
+    "num_replicas": "Replicas",
+    "batch_invariant": "Engine",
+    "request_timeout_s": "Limits",
+    "api_keys_file": "Access",
+    "max_client_store_bytes": "Memory and storage",
+    "models_dir": "Loading models",
+    "allow_client_code": "Remote nnsight code",
+    "monitors": "Monitors",
+    "public_url": "Addresses",
+}
 
 
-def page() -> str:
-    """The whole page."""
-    meanings = _meanings()
-    rows = [
-        f"| `{name}` | {_takes(field)} | {_default(field)} | {meanings[name]} |"
-        for name, field in Options.model_fields.items()
-    ]
-    return HEAD + "\n".join(rows) + "\n"
+def table() -> str:
+    """All options in Markdown, one table for each group."""
+    texts, lines = meanings(Options), []
+    for name, field in Options.model_fields.items():
+        if name in GROUPS:
+            lines.append(f"\n### {GROUPS[name]}\n\n| option | type | default | meaning |\n|---|---|---|---|")
+        lines.append(f"| `{name}` | {_type(field)} | {_default(field)} | {texts[name]} |")
+    return "\n".join(lines).lstrip() + "\n"
 
 
-def _meanings() -> dict[str, str]:
-    """Each option's part of the docstring, on one line."""
-    text = inspect.getdoc(Options) or ""
-    parts = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text.partition("Attributes:\n")[2], re.MULTILINE)
+def meanings(described: Any, section: str = "Attributes") -> dict[str, str]:
+    """What a section of a docstring says of each name, on one line."""
+    text = (inspect.getdoc(described) or "").partition(f"{section}:\n")[2].partition("\n\n")[0]
+    parts = re.findall(r"^    (\S+): (.*(?:\n        .*)*)", text, re.MULTILINE)
     return {name: " ".join(meaning.split()).replace("|", "\\|") for name, meaning in parts}
 
 
-def _takes(field: FieldInfo) -> str:
+def _type(field: FieldInfo) -> str:
     kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)] or [field.annotation]
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{value}`" for value in kinds)
     if get_origin(field.annotation) is tuple:
-        return "names, separated by commas" if kinds[0] is str else "a list, in a file"
-    if kinds == [float, str]:
-        return "a number, or a size"
-    words: dict[Any, str] = {bool: "`true`, `false`", int: "a whole number", float: "a number", str: "a text"}
-    words[dict[str, Any]] = "an object"
-    return words.get(kinds[0], "a text") + (" or an object, in a file" if len(kinds) > 1 else "")
+        return "list"
+    words: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", dict[str, Any]: "object"}
+    return " or ".join(words[kind] for kind in kinds if kind in words)
 
 
 def _default(field: FieldInfo) -> str:
@@ -72,4 +66,4 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(table(), end="")

@@ -54,7 +54,41 @@ def scaled_field(intervention: dict[str, Any]) -> str | None:
 
 
 class Config(BaseModel):
-    """The configuration of an evaluation. `model` is never empty once it starts."""
+    """The options of an evaluation, under `config` in config.json.
+
+    Attributes:
+        base_url: The server's OpenAI root, ending in `/v1`.
+        model: The model's id; by default the first that the server lists.
+        dataset: `demo`, a file of problems, or `openai/gsm8k`.
+        samples: How many problems to ask; by default all.
+        seed: Chooses problems, and the seed of each sampled response.
+        epochs: Answers to each problem in each condition.
+        mode: `no-tools`, `with-tools` or `both`.
+        variants: The text before the question, by the variant's name.
+        few_shot: How many worked examples to show, or a file of them.
+        system: The system prompt.
+        parallel: Requests in flight.
+        max_tokens: The most new tokens of a turn.
+        temperature: The sampling temperature; by default the model's own.
+        extra_body: Further fields of each request.
+        interventions: Interventions of the steered conditions.
+        sweep: Layers and scales of the interventions.
+        timeout: Seconds for one attempt of a request.
+        max_outage: Seconds to wait for a server that is offline.
+        rule: The scoring rule.
+        rewards: Weights, by the reward's name.
+        collect_activations: Whether requests store activations.
+        capture: The request field `capture`.
+        transfer_activations: Whether to copy stored activations into the results directory.
+        inline_activations: How many values of each point each sample contains.
+        session_id: The session of the stored runs.
+        results_dir: The results directory.
+        resume: Whether to continue the evaluation in `results_dir`.
+        serve: The model to start a server for.
+        server_options: Options of that server.
+        keep_running: Whether that server outlives the evaluation.
+        stages: The stages to run: `deploy`, `generate`, `report`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -65,28 +99,28 @@ class Config(BaseModel):
     seed: Whole | None = None
     epochs: Count = 1
     mode: Mode | Literal["both"] = "both"
-    variants: dict[Name, str] = Field({CONTROL: ""}, min_length=1)  # the text before the question, by name
-    few_shot: Natural | Annotated[str, Field(min_length=1)] = 0  # how many worked examples, or a file of them
+    variants: dict[Name, str] = Field({CONTROL: ""}, min_length=1)
+    few_shot: Natural | Annotated[str, Field(min_length=1)] = 0
     system: str = ""
     parallel: Count = 16
-    max_tokens: Count = 512  # per turn
+    max_tokens: Count = 512
     temperature: Annotated[Number, Field(ge=0.0)] | None = None  # None until it begins: the model's own
-    extra_body: dict[str, Any] = {}  # further fields of each request
+    extra_body: dict[str, Any] = {}
     interventions: tuple[dict[str, Any], ...] = ()
     sweep: dict[Literal["layer", "scale"], tuple[Annotated[Number, Field(ge=-LARGEST, le=LARGEST)], ...]] = {}
-    timeout: Annotated[Number, Field(gt=0.0)] = 300.0  # seconds, one attempt of one request
-    max_outage: Annotated[Number, Field(ge=0.0)] = 600.0  # seconds that a server that is away is waited for
+    timeout: Annotated[Number, Field(gt=0.0)] = 300.0
+    max_outage: Annotated[Number, Field(ge=0.0)] = 600.0
     rule: Rule = "normalized"
-    rewards: dict[str, Number] = {"correctness": 1.0}  # weights
+    rewards: dict[str, Number] = {"correctness": 1.0}
     collect_activations: Switch = False
-    capture: dict[str, Any] = {}  # as the request field
+    capture: dict[str, Any] = {}
     transfer_activations: Switch = False
-    inline_activations: Natural = 0  # values a point
+    inline_activations: Natural = 0
     session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
     results_dir: Path
     resume: Switch = False
-    serve: str = ""  # a model; without it the evaluation starts no server
-    server_options: dict[str, Any] = {}  # of `deployments/options.py`
+    serve: str = ""
+    server_options: dict[str, Any] = {}
     keep_running: Switch = False
     stages: tuple[Stage, ...] = STAGES
 

@@ -22,6 +22,7 @@ from torch import nn
 from tqdm import tqdm
 
 from deployments import __version__
+from deployments.command_line import form, parser
 from deployments.errors import LoadError, RequestError
 from deployments.model.load import load
 from deployments.model.model import Model
@@ -44,7 +45,7 @@ SAME = ("model", "revision", "dtype", "kind", "length", "skip_first", "max_token
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit a lens; returns 0, or 2 where that is not possible, with the reason on stderr."""
-    options = _parser().parse_args(argv)
+    options = command().parse_args(argv)
     restrict(options.out)
     path = options.out / "lens.safetensors"
     try:
@@ -281,34 +282,43 @@ def losses(model: Model, lens: FittedLens, held_out: Sequence[Sequence[int]], sk
     return {"sequences": len(held_out), "positions": positions, "plain": plain, "fitted": fitted}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m evals.lenses", description=__doc__, allow_abbrev=False)
-    add = parser.add_subparsers(dest="command", required=True).add_parser(
-        "fit", help="fit a lens, or continue", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+def command() -> argparse.ArgumentParser:
+    """The command's options."""
+    text = "Fit a tuned or a Jacobian lens of a model, or continue a stopped fit."
+    made = parser("evals.lenses", text, example := "fit smollm2 --kind tuned --data texts.jsonl --out lenses/tuned")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    fit = commands.add_parser("fit", help="fit a lens", **form(text, f"{made.prog} {example}"))
+    add = fit.add_argument
+    add("model", metavar="MODEL", help="repository id, name or path, as for the server option model")
+    add("--kind", required=True, choices=("jacobian", "tuned"), help="kind of the lens")
+    add(
+        "--data",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="one text per line; in .jsonl the field text or question",
     )
-    add.add_argument("model", metavar="MODEL", help="the model, as the server's option model names it")
-    add.add_argument("--kind", required=True, choices=("jacobian", "tuned"), help="what to fit")
-    add.add_argument("--data", required=True, type=Path, help="a text on each line; .jsonl: its text or question")
-    add.add_argument("--out", required=True, type=Path, metavar="DIR", help="for lens.safetensors")
-    for name, default, text in (
-        ("--max-tokens", 100_000, "the most tokens to fit"),
-        ("--held-out-tokens", 5_000, "the most tokens to measure, of every tenth sequence"),
-        ("--length", 128, "tokens of a sequence; longer texts are several"),
-        ("--skip-first", 16, "positions of a sequence that the Jacobian and the measurement leave out"),
-        ("--chunk", 16, "for jacobian: output dimensions at a time, each with a copy of the sequence"),
-        ("--batch", 8, "for tuned: sequences of a step"),
-        ("--epochs", 1, "for tuned: passes over the data"),
-    ):
-        add.add_argument(name, type=int, default=default, metavar="N", help=text)
-    add.add_argument("--rate", type=float, default=1e-3, help="for tuned: the learning rate")
-    add.add_argument("--name", help="its name in requests; the kind if None")
-    add.add_argument("--model-id", help="the id by which it is served, if that is not its last name")
-    add.add_argument("--revision", help="of the repository")
-    add.add_argument("--dtype", default="auto", help="of the model: auto, float32, bfloat16 or float16")
-    add.add_argument("--device", help="cuda or cpu; a GPU if there is one if None")
-    add.add_argument("--save-dtype", default="float32", choices=("float32", "bfloat16"), help="of the lens")
-    add.add_argument("--install", metavar="URL", help="a server to install it on")
-    return parser
+    add("--out", required=True, type=Path, metavar="DIR", help="directory for lens.safetensors")
+    add("--name", help="name in requests (default: the kind)")
+    add("--model-id", metavar="NAME", help="id of the served model (default: the last component of MODEL)")
+    add("--install", metavar="URL", help="address of a server to install the lens on")
+    add("--save-dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the lens")
+    add = fit.add_argument_group("model").add_argument
+    add("--revision", help="branch, tag or commit of the repository")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add("--device", help="cuda, cpu or a torch device (default: a GPU if there is one)")
+    add = fit.add_argument_group("data").add_argument
+    add("--max-tokens", type=int, default=100_000, metavar="N", help="maximum tokens to fit")
+    add("--held-out-tokens", type=int, default=5_000, metavar="N", help="maximum tokens to measure")
+    add("--length", type=int, default=128, metavar="N", help="tokens of a sequence; longer texts are split")
+    add("--skip-first", type=int, default=16, metavar="N", help="first positions of a sequence to leave out")
+    add = fit.add_argument_group("jacobian").add_argument
+    add("--chunk", type=int, default=16, metavar="N", help="output dimensions per backward pass")
+    add = fit.add_argument_group("tuned").add_argument
+    add("--batch", type=int, default=8, metavar="N", help="sequences per step")
+    add("--epochs", type=int, default=1, metavar="N", help="passes over the data")
+    add("--rate", type=float, default=1e-3, metavar="X", help="learning rate")
+    return made
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ LAYERS = [
 # fits lenses also loads a model.
 EVALS_MAY = [
     *(f"deployments.activations.{name}" for name in ("facts", "files", "reader", "segments")),
-    *(f"deployments.{name}" for name in ("clusters", "errors", "installed", "interrupts", "permissions", "options")),
-    *(f"deployments.{name}" for name in ("points", "readouts", "demo_model")),
+    *(f"deployments.{name}" for name in ("clusters", "command_line", "errors", "installed", "interrupts")),
+    *(f"deployments.{name}" for name in ("permissions", "options", "points", "readouts", "demo_model")),
     *CLIENT,
 ]
 

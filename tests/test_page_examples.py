@@ -30,36 +30,27 @@ PAGES = {
 }
 # Whose blocks another test runs.
 ELSEWHERE = {
-    "docs/clients": "tests/serve_clients/test_page.py",
-    "docs/cookbook": "tests/examples/test_cookbook.py",
-    "docs/experiments": "tests/examples/test_experiments.py",
-    "docs/format": "tests/deployments/activations/test_checksums.py",
+    "docs/data": "tests/evals/test_data_page.py",
     "docs/nnsight": "tests/serve_app/routes/test_nnsight.py",
-    "docs/reading": "tests/evals/test_reading_page.py",
+    "docs/quickstart": "tests/serve_clients/test_page.py",
     "docs/tutorial": "tests/examples/test_tutorial.py",
 }
 # Whose blocks run here, in their order: all, or those in Python and the commands of some sections.
 HERE: dict[str, list[str]] = {
-    "README": ["Send requests"],
-    "docs/client": [],
-    "docs/collecting": ["Use it from Python"],
-    "docs/commands": [],
-    "docs/engine": [],
+    "README": [""],
+    "docs/capture": ["Collect a list"],
+    "docs/deploy": ["Pin or delete a session"],
+    "docs/internals": [],
     "docs/evaluation": ["Steer the model"],
-    "docs/exports": [],
-    "docs/harnesses": ["Agents over the OpenAI package"],
     "docs/http": [],
     "docs/interventions": [],
     "docs/lens": [],
-    "docs/operate": ["Pin a session", "Delete a session"],
     "docs/readouts": [],
 }
 # Beginnings of blocks and commands that are neither run nor checked.
 EXCEPTIONS = {
-    'server = vitrine.serve("smollm2"': "serves a real model; tests/vitrine/test_own_server.py serves the shipped one",
-    "$ curl -sL https://raw": "trains for half an hour; docs/readouts.md has the same commands",
-    "$ cat clamp.py": "needs the autoencoder that the block before it trains",
     f"curl -s {ADDRESS}/models/": "loads a model of the hub",
+    "git clone ": "a reader has the address",
     "ray ": "starts a cluster, or runs on one: tests/evals/gsm8k/test_ray_job.py",
     "aws ": "the cloud's own tool",
     "kubectl ": "needs Kubernetes; tests/test_cluster_files.py checks its file",
@@ -67,10 +58,13 @@ EXCEPTIONS = {
     "lm_eval ": "needs the hub's problems; tests/serve_clients/test_lm_eval.py runs it with others",
     "inspect ": "needs the hub's problems; tests/vitrine/inspect runs others",
 }
-SHELL = {"source", "export", "cd", "openssl", "mkdir", "umask", "echo", "serve"}  # nothing but their files is checked
+# Of these nothing but their files is checked.
+SHELL = {"source", "export", "cd", "openssl", "mkdir", "umask", "echo", "serve", "jupyter"}
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 # The shipped model has 6 layers, and few rows take seconds.
 SMALL = {"smollm2": "vitrine-demo", "layers.12.": "layers.3.", "head -n 40": "head -n 2", "tail -n 60": "tail -n 4"}
+COUNTRIES = '["France", "Germany", "Italy", "Spain", "Japan", "Russia", "Greece", "Austria", "Ireland", "Egypt"]'
+CITIES = '[" Paris", " Berlin", " Rome", " Madrid", " Tokyo", " Moscow", " Athens", " Vienna", " Dublin", " Cairo"]'
 STATEMENT = '[{"text": "A dog is a mammal.", "label": True, "group": "dog"}]'
 
 
@@ -90,7 +84,7 @@ class Block(NamedTuple):
 def blocks(page: str) -> Iterator[Block]:
     for found in re.finditer(r"^```(sh|python|py|console)\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE):
         before = PAGES[page][: found.start()]
-        yield Block(page, re.findall(r"^##+ (.*)|\A", before, re.MULTILINE)[-1], before, *found.groups())
+        yield Block(page, re.findall(r"^##+ (.*?)(?: \{#.*)?$|\A", before, re.MULTILINE)[-1], before, *found.groups())
 
 
 def commands(block: Block) -> list[str]:
@@ -185,6 +179,7 @@ def sessions(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("page", HERE)
 def test_the_examples_of_a_page_work_in_their_order(page: str, served: Served, sessions: None) -> None:
     changed = {STATEMENT: '"statements.jsonl"', 'model="smollm2",\n    ses': f'base_url="{served.base_url}",\n    ses'}
+    changed |= {COUNTRIES: '["3", "4"]', CITIES: '[" pens", " boxes"]'}
     changed |= SMALL | {"http://gpu-box:8000": ADDRESS, "~/.vitrine/activations": "pulled"}
     more = {
         "evals.gsm8k": [f"--base-url={served.base_url}", "--max-tokens=8"],

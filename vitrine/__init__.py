@@ -1,4 +1,4 @@
-"""The client of a Vitrine server: activations as numpy arrays, steering, stored runs. See `docs/client.md`.
+"""The client of a Vitrine server: activations as numpy arrays, steering, stored runs. See `docs/reference.md`.
 
 Modules are imported at first use, so that importing the package takes milliseconds.
 """
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from vitrine.server_error import ServerError as ServerError
 
 _NAMES = {
-    "experiments.directions": ["Activations", "Direction", "Steer", "difference_of_means"],
-    "experiments.lenses": ["Attention", "Attribution", "Lens"],
-    "experiments.patching": ["PatchGrid"],
-    "experiments.sweeping": ["Sweep"],
-    "loading": ["load", "load_runs", "load_stack"],
+    "server": ["connect", "Server", "connect_async", "AsyncServer", "nnsight_model"],
     "own_server": ["serve"],
-    "runs.rows": ["Run"],
-    "server": ["AsyncServer", "Server", "connect", "connect_async", "nnsight_model"],
     "server_error": ["ServerError"],
+    "experiments.directions": ["Activations", "difference_of_means", "Direction", "Steer"],
+    "experiments.sweeping": ["Sweep"],
+    "experiments.lenses": ["Lens", "Attention", "Attribution"],
+    "experiments.patching": ["PatchGrid"],
+    "loading": ["load", "load_runs", "load_stack"],
+    "runs.rows": ["Run"],
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

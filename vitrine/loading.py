@@ -64,14 +64,14 @@ def load_runs(source: Any, points: Points = None, *, server: Server | None = Non
     For the order of collected prompts, which are sent by length, give `acts.run_ids`.
 
     Args:
-        source: An answer (a dict, or an object of OpenAI's client), one or several of the `runs` of its
+        source: A response (a dict, or an object of OpenAI's client), one or several of the `runs` of its
             `activations_meta`, an Arrow file of the store, or a session's directory; with `server` also a run id, a
             list of them, or a session's name.
         points: Names of recorded points, with `*` for every layer and -1 for the model's last; all by default.
         server: The server to fetch them from; None to read this machine's files.
 
     Raises:
-        ValueError: The answer recorded nothing or names no files, or a run is not stored.
+        ValueError: The response recorded nothing or names no files, or a run is not stored.
         FileNotFoundError: There is no such file or directory on this machine.
         LookupError: The server has no such run or session, or a run no such point.
 
@@ -101,20 +101,20 @@ def load_stack(
     *,
     tokens: str | int | Mapping[str, Any] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Load one row of each of several runs as an array.
+    """Load one activation vector of each of several runs as an array.
 
     Args:
         source: The server that has the runs, or a session's directory.
         run_ids: The runs in the desired order.
         points: Names of recorded points, with `*` for every layer and -1 for the model's last; all by default.
-        tokens: The token of the row: `prompt_last`, `generated_last`, `last` of both, or a position from 0 (also as
-            `{"positions": [3]}`); by default the only row of each run.
+        tokens: The token: `prompt_last`, `generated_last`, `last` of both, or a position from 0 (also as
+            `{"positions": [3]}`); by default the only recorded token of each run.
 
     Returns:
         `[runs, points, hidden]`, in the order of `run_ids` and `points`; layers ascend.
 
     Raises:
-        ValueError: A run has not exactly one such row, or the points' shapes differ.
+        ValueError: A run has not exactly one such token, or the points' shapes differ.
         LookupError: There is no such run, or a run has no such point.
 
     Examples:

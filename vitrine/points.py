@@ -1,4 +1,4 @@
-"""Names of capture points as text, for client and server; docs/points.md lists them."""
+"""Names of capture points as text, for client and server; docs/concepts.md lists them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class AsyncServer(PatchGridMethods, SweepMethods):
 
     Attributes:
         url: The server's address, without `/v1`.
-        model: The id of the model that answers.
+        model: The id of the model.
 
     Examples:
         >>> import asyncio
@@ -128,13 +128,13 @@ def connect(
     """Connect to a running server.
 
     Args:
-        url: The server's address, with or without `/v1`.
+        url: The server's address, with or without `/v1`; by default `http://127.0.0.1:8000`.
         api_key: The API key, if the server needs one; by default the environment variable `OPENAI_API_KEY`.
         model: The id of the model; by default the first served one.
-        timeout: Seconds to wait for each answer.
+        timeout: Seconds for each request, with retries while the server is busy (408, 429, 503); by default 660.
 
     Raises:
-        ConnectionError: The server does not answer.
+        ConnectionError: The server does not respond.
         ServerError: It rejects the key.
         ValueError: It does not serve the model, or the address is invalid.
 
@@ -155,14 +155,13 @@ def nnsight_model(server: Server, directory: str | Path | None = None, **options
     Args:
         server: The server; its `model` is wrapped.
         directory: A directory with the model's configuration and tokenizer, if the server is on another machine.
-
         options: Further arguments of `nnsight.TransformersModel`, such as `rename={"model.layers": "blocks"}`.
 
     Returns:
         An `nnsight.TransformersModel`.
 
     Raises:
-        ServerError: The server does not run clients' code; the message names the option for it.
+        ServerError: The server does not run remote nnsight code; the message names the option for it.
         PermissionError: The key may not run code.
         ImportError: nnsight is not installed here.
         FileNotFoundError: The model is from a directory that is not on this machine.

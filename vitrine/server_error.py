@@ -8,10 +8,10 @@ import httpx
 
 
 class RequestFailed(Exception):
-    """A request without a usable answer; the text has the reason.
+    """A request without a usable response; the text contains the reason.
 
     Attributes:
-        status: The HTTP status; None if there was no answer.
+        status: The HTTP status; None without a response.
         param: The wrong field, such as `capture.points[0]`; None if no field is at fault.
         code: The error code, such as `unknown_point`; None without one.
     """
@@ -24,7 +24,7 @@ class RequestFailed(Exception):
 
 
 class ServerError(RequestFailed):
-    """An error answer of a server.
+    """An error that the server returned.
 
     Attributes:
         message: The server's message: what is wrong and what to do.

@@ -1,14 +1,14 @@
-"""Ways to collect activations, of short and of long prompts: `python -m benchmarks.activations.collecting`.
+"""Compare methods of collecting activations, for short and long prompts.
 
-  script    a careful user's, with transformers: batches of prompts sorted by length, `output_hidden_states=True`, the
-            wanted rows saved with safetensors and made durable
+  script    an efficient script with transformers: batches of prompts sorted by length, `output_hidden_states=True`,
+            the chosen vectors saved with safetensors and synced to disk
   engine    the engine in this process, which runs the prompts and records nothing
   collect   `deployments.collect --model`
-  served    `deployments.collect --base-url`, at this project's server, which is up all the time
+  served    `deployments.collect --base-url`, with this project's server, which runs the entire time
 
-They record the output of every layer (the script not of the last one, which transformers gives normalized): of the
-last token of the beginnings of questions, and of all tokens of whole questions. Nothing is generated. Rates are prompt
-tokens per second, from the first prompt to the last durable row; the model is loaded before.
+They record the output of every layer (the script omits the last, which transformers normalizes): at the last token of
+the first characters of questions, and at all tokens of full questions. Nothing is generated. Rates are prompt tokens
+per second, from the first prompt to the last durable vector, without loading the model.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Reading stored rows for training compared with a plain memory map: `python -m benchmarks.activations.reading`.
+"""Compare reading stored activations for training with a plain memory map.
 
-A session of several points in bfloat16, written by the store's own writer, and the same rows in one raw file a point,
-`[rows, hidden]`; both are in the system's page cache. Batches of rows are read in order, and shuffled: from the map by
-`index_select`, from the store by `ActivationRows` in windows.
+A session of several points in bfloat16, written by the store's writer, and the same vectors in one raw file per point,
+`[rows, hidden]`; both are in the system's page cache. The benchmark reads batches in order and shuffled, by
+`index_select` from the map and by `ActivationRows` in windows from the store.
 
-Ends with 1 where the rows are read at less than 0.8 of the map's speed, in order or shuffled.
+The exit status is 1 if the store reads at less than 0.8 of the map's speed, in order or shuffled.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
     parsing = parser(__doc__, "benchmark-reading", rounds=7)
-    parsing.add_argument("--bytes", type=float, default=2e9, help="of stored rows")
-    parsing.add_argument("--batch-size", type=int, default=1024, help="rows of a batch")
-    parsing.add_argument("--directory", type=Path, help="where the rows are written meanwhile")
+    parsing.add_argument("--bytes", type=float, default=2e9, help="bytes of stored vectors")
+    parsing.add_argument("--batch-size", type=int, default=1024, help="vectors per batch")
+    parsing.add_argument("--directory", type=Path, help="directory for the temporary files")
     parsing.set_defaults(threads=1)  # as in a DataLoader's worker
     options = parsing.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -1,12 +1,12 @@
-"""The activation store's writer compared with the raw disk: `python -m benchmarks.activations.writing`.
+"""Compare the activation store's writer with the raw disk.
 
-Runs of six points in bfloat16 go to the store's own writer, each answered once it is durable. In the same turns as many
-bytes go by `write` to one file on the same disk, synced each time as many runs are written as end together.
+The store's writer gets runs of six points in bfloat16 and confirms each when it is durable. In turn, `write` puts as
+many bytes into one file on the same disk, with a sync for the number of runs that end together.
   disk          write and fsync of the same bytes
-  writer        whole runs of 2.5 MB, twice as many on their way as the disk syncs together
-  writer, long  runs four times as long, each in four parts, as those come that are larger than a replica's piece
+  writer        complete runs of 2.5 MB, twice as many in flight as the disk syncs together
+  writer, long  runs four times as long, each in four parts
 
-Ends with 1 where the writer's rate is below 0.85 of the disk's.
+The exit status is 1 if the writer's rate is below 0.85 of the disk's.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write the results; gives the exit status."""
     terminate_as_interrupt()
     parsing = parser(__doc__, "benchmark-writing", rounds=7)
-    parsing.add_argument("--bytes", type=float, default=1e9, help="of each turn")
-    parsing.add_argument("--at-once", type=int, default=32, help="runs for whose bytes the disk is synced once")
-    parsing.add_argument("--directory", type=Path, help="on the disk that is measured")
+    parsing.add_argument("--bytes", type=float, default=1e9, help="bytes of each measurement")
+    parsing.add_argument("--at-once", type=int, default=32, help="runs per sync of the disk")
+    parsing.add_argument("--directory", type=Path, help="directory on the disk to measure")
     parsing.set_defaults(threads=1)
     options = parsing.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from deployments.command_line import Formatter
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "nnsight", "ray", "pyarrow")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,14 +56,15 @@ def parser(description: str | None, results: str, rounds: int = 5) -> argparse.A
     """A parser with the options of all benchmarks.
 
     Args:
-        description: The benchmark's own.
+        description: The benchmark's docstring.
         results: The name of its results below `results/`.
         rounds: How often all ways are measured, unless asked for otherwise.
     """
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--rounds", type=int, default=rounds)
-    made.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
-    made.add_argument("--results", type=Path, default=Path("results") / f"{results}.json")
+    made = argparse.ArgumentParser(description=description, formatter_class=Formatter)
+    made.add_argument("--rounds", type=int, metavar="N", default=rounds, help="measurements of each baseline")
+    made.add_argument("--threads", type=int, metavar="N", default=os.cpu_count() or 1, help="torch threads")
+    path = Path("results") / f"{results}.json"
+    made.add_argument("--results", type=Path, metavar="FILE", default=path, help="JSON file for the results")
     return made
 
 

@@ -1,12 +1,7 @@
-"""Measure the engine on a GPU: `python -m benchmarks.gpu`; `gpu.md` beside this folder says how.
-
-What a section found is written as soon as it ends. `--size tiny` runs all of it on a CPU in small. Ends with 1 where a
-section failed or its check did.
-"""
+"""Measure the engine on a GPU: `python -m benchmarks.gpu`, which `benchmarks/gpu.md` describes."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -16,18 +11,20 @@ from typing import Any
 
 from benchmarks.gpu.case import Plan
 from benchmarks.gpu.sections import SECTIONS, apart
+from deployments.command_line import parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the sections, and write what each found; gives the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = "Measure the engine on a GPU, with a check of its results. The exit status is 1 if a section or check fails."
+    made = parser("benchmarks.gpu", text, "--size tiny")
     sizes = ("tiny", "qwen3-0.6b", "qwen3-8b")
-    parser.add_argument("--size", choices=sizes, action="append", help="again for more than one; both Qwen3 shapes")
-    parser.add_argument("--device", help="cuda unless the size is tiny")
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="a section; again for more than one")
-    parser.add_argument("--deadline", type=float, default=420, help="seconds for all of it")
-    parser.add_argument("--json", type=Path, help="where the findings go, beside those of other sections there")
-    options = parser.parse_args(arguments)
+    made.add_argument("--size", choices=sizes, action="append", help="repeatable (default: both Qwen3 shapes)")
+    made.add_argument("--device", help="torch device (default: cuda, or cpu if the only size is tiny)")
+    made.add_argument("--only", choices=SECTIONS, action="append", help="section to run; repeatable (default: all)")
+    made.add_argument("--deadline", type=float, metavar="S", default=420, help="limit of all sections in seconds")
+    made.add_argument("--json", type=Path, metavar="FILE", help="file for the results; other sections in it stay")
+    options = made.parse_args(arguments)
     chosen: list[str] = options.size or list(sizes[1:])
     device = options.device or ("cpu" if chosen == ["tiny"] else "cuda")
     found: dict[str, Any] = {"device": device, "sections": {}}

@@ -12,7 +12,8 @@ from typing import Any, get_args
 
 from deployments.activations.facts import NO_OWNER, Format, StoreError
 from deployments.activations.filters import Filter
-from deployments.options import STORE_VARIABLE, default_store, home
+from deployments.command_line import form, parser
+from deployments.options import STORE_VARIABLE, default_store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from deployments.activations.reader.pulling import PullError
     from deployments.permissions import restrict
 
-    args = _parser().parse_args(argv)
+    args = command().parse_args(argv)
     try:
         if "://" not in args.dir:
             args.dir = Path(args.dir).expanduser().resolve()
@@ -129,37 +130,41 @@ def time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m deployments.activations", description=__doc__, allow_abbrev=False)
-    parser.set_defaults(prog="deployments.activations")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def command() -> argparse.ArgumentParser:
+    """The commands' options."""
+    made = parser("deployments.activations", "List, fetch, export and verify stored activations.", "ls")
+    made.set_defaults(prog="deployments.activations")
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, help: str, session: str | None = None) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
-        where = "the store's directory, or its bucket's URI, s3://bucket/prefix?region=...; by default"
-        folder = home() / "activations"
-        added.add_argument("--dir", default=default_store(), help=f"{where} ${STORE_VARIABLE}, else {folder}")
+    def subcommand(name: str, run: Any, text: str, example: str, session: str | None = None) -> Any:
+        described = form(f"{text[0].upper()}{text[1:]}.", f"{made.prog} {name}{example}")
+        added = commands.add_parser(name, help=text, **described)
+        where = "directory or bucket URI (s3://bucket/prefix?region=...) of the store"
+        text = f"{where} (default: ${STORE_VARIABLE}, else $VITRINE_HOME/activations)"
+        added.add_argument("--dir", default=default_store(), help=text)
         added.set_defaults(run=run)
         if session:
-            added.add_argument("session", nargs=session)
-        return added
+            added.add_argument("session", metavar="SESSION", nargs=session, help="only this session")
+        return added.add_argument
 
-    command("ls", _ls, "list the sessions, or the runs of one", "?")
-    command("verify", _verify, "check all files, and list what is damaged and what can still be read", "?")
-    added = command("export", _export, "write runs as files of another format")
-    added.add_argument("to", type=Path, help="the directory for the files")
-    added.add_argument("--format", choices=get_args(Format), required=True)
-    added.add_argument("--session", help="this session alone")
-    added.add_argument("--overwrite", action="store_true", help="overwrite existing files")
-    added.add_argument("--run", dest="run_ids", action="append", default=[], help="only this run; may be repeated")
-    added.add_argument("--points", action="append", default=[], help="only these, separated by commas or repeated")
-    added = command("pull", _pull, "fetch a session from a server into the store's directory")
-    added.add_argument("url", help="the server's address, http://host:8000")
-    added.add_argument("session")
-    added.add_argument("--api-key", help="by default the variable VITRINE_API_KEY")
-    added.add_argument("--owner", help="whose session, for admins; by default their own")
-    added.add_argument("--run", dest="run_ids", action="append", default=[], help="only this run; may be repeated")
-    return parser
+    subcommand("ls", _ls, "list the sessions, or the runs of one session", " numbers", "?")
+    subcommand("verify", _verify, "compare all files with their checksums, and list damaged files", "", "?")
+    example = " out --format pt --session numbers --points layers.1.output"
+    add = subcommand("export", _export, "write runs as files of another format", example)
+    add("to", metavar="TO", type=Path, help="directory for the files")
+    add("--format", choices=get_args(Format), required=True, help="format of the files")
+    add("--session", metavar="NAME", help="only this session")
+    add("--run", dest="run_ids", metavar="ID", action="append", default=[], help="only this run; repeatable")
+    add("--points", action="append", default=[], help="only these points, comma-separated; repeatable")
+    add("--overwrite", action="store_true", help="overwrite existing files")
+    text = "fetch a session from a server into the store's directory"
+    add = subcommand("pull", _pull, text, " http://gpu-box:8000 numbers")
+    add("url", metavar="URL", help="address of the server, such as http://gpu-box:8000")
+    add("session", metavar="SESSION", help="session to fetch")
+    add("--run", dest="run_ids", metavar="ID", action="append", default=[], help="only this run; repeatable")
+    add("--api-key", metavar="KEY", help="API key (default: $VITRINE_API_KEY)")
+    add("--owner", metavar="NAME", help="owner of the session, for admins (default: the key's own)")
+    return made
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Activations of many prompts: read from a file, run through a model, stored as a session.
 
-`collect(...)` is `python -m deployments.collect`; `docs/collecting.md` has both.
+`collect(...)` is `python -m deployments.collect`; `docs/capture.md` has both.
 """
 
 import deployments.installed  # noqa: F401 - before the packages that it asks for

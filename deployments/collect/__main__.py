@@ -15,6 +15,7 @@ from tqdm import tqdm
 from deployments.activations.facts import StoreError
 from deployments.collect.collection import VARIABLE, CollectError, collect
 from deployments.collect.examples import DataError, Outcome, count
+from deployments.command_line import parser
 from deployments.errors import RequestError
 from deployments.points.token_choices import WORDS
 
@@ -25,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         0; 1 if examples were left out; 2 if it ended early; 130 if it was interrupted.
     """
-    given = _parser().parse_args(arguments)
+    given = command().parse_args(arguments)
     try:
         total = count(given.data)
         with tqdm(total=total, unit=" examples", file=sys.stderr, dynamic_ncols=True) as bar:
@@ -68,42 +69,35 @@ def _show(bar: tqdm[NoReturn], whole: Outcome, outcome: Outcome) -> None:
     bar.update(outcome.runs + outcome.already_stored + len(outcome.failures))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m deployments.collect", description=__doc__)
-    add = parser.add_argument
-    add("data", type=Path, help="jsonl, parquet or csv, with the field prompt, text or messages in each row")
-    add("--model", help="the model to load; with --base-url, one that the server serves (by default its first)")
-    server = f"use this server instead of loading the model ({VARIABLE}; without --model, port 8000 of this machine)"
-    add("--base-url", default=os.environ.get(VARIABLE), help=f"{server}; OPENAI_API_KEY holds its key")
-    add("--points", nargs="+", required=True, metavar="POINT", help="what to record, as 'layers.*.output'")
-    add("--tokens", default="prompt_last", help=f"the tokens to record: {WORDS}")
-    add("--session", required=True, help="the session to store the runs in")
-    add("--label", metavar="FIELD", help="the field that becomes the tag label (by default the field label)")
-    add("--group", metavar="FIELD", help="the field that becomes the tag group (by default the field group)")
-    add("--tags", metavar="FIELDS", help="the other fields that become tags, separated by commas (by default all)")
+def command() -> argparse.ArgumentParser:
+    """The command's options."""
+    text = "Record the activations of a file of prompts in the store. Run the same command again to continue."
+    example = "prompts.jsonl --model smollm2 --points layers.12.output --session prompts"
+    made = parser("deployments.collect", text, example)
+    add = made.add_argument
+    add("data", metavar="DATA", type=Path, help="JSONL, Parquet or CSV file with a field prompt, text or messages")
+    add("--session", required=True, metavar="NAME", help="session that stores the runs")
+
+    add = made.add_argument_group("model").add_argument
+    add("--model", metavar="NAME", help="model to load; with --base-url, a served model (default: the first)")
+    server = f"use this server instead of loading a model (default: ${VARIABLE}, or without --model port 8000 here)"
+    add("--base-url", metavar="URL", default=os.environ.get(VARIABLE), help=f"{server}; $OPENAI_API_KEY is its key")
+    add("--actors", type=int, metavar="N", help="engines to load (default: one per GPU, or per node without GPUs)")
+    add("--set", action="append", default=[], type=_setting, metavar="NAME=VALUE", help="server option; repeatable")
+
+    add = made.add_argument_group("recording").add_argument
+    add("--points", nargs="+", required=True, metavar="POINT", help="hook points, such as 'layers.*.output'")
+    add("--tokens", default="prompt_last", help=f"tokens to record: {WORDS}")
     add("--max-tokens", type=int, default=0, metavar="N", help="tokens to generate after each prompt, greedily")
-    add(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="whether an example that cannot be stored stops the command or is skipped",
-    )
-    add("--store", metavar="DIR", help="the store's directory or URI (by default the server's own default)")
-    add(
-        "--actors",
-        type=int,
-        metavar="N",
-        help="engines to load (by default one for each GPU, or one for each node without GPUs)",
-    )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        type=_setting,
-        metavar="NAME=VALUE",
-        help="an option of the model, as the server takes it",
-    )
-    return parser
+    add("--store", metavar="DIR", help="directory or bucket URI of the store (default: the server's default)")
+    text = "whether an example that cannot be stored stops the command or is skipped"
+    add("--on-error", choices=("stop", "skip"), default="stop", help=text)
+
+    add = made.add_argument_group("tags").add_argument
+    add("--label", metavar="FIELD", help="field stored as the tag label (default: label)")
+    add("--group", metavar="FIELD", help="field stored as the tag group (default: group)")
+    add("--tags", metavar="FIELDS", help="further fields stored as tags, comma-separated (default: all)")
+    return made
 
 
 def _setting(text: str) -> tuple[str, str]:

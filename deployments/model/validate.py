@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from pydantic import ValidationError
 
+from deployments.command_line import parser
 from deployments.engine import sequence
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
@@ -264,18 +265,25 @@ def row_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return far.nan_to_num(nan=torch.inf).float()
 
 
+def command() -> argparse.ArgumentParser:
+    """The command's options."""
+    text = "Compare a model's recorded activations and tokens with those of transformers."
+    made = parser("deployments.model.validate", text, "smollm2 --dtype float32")
+    add = made.add_argument
+    add("model", metavar="MODEL", help="repository id, name or path, as for the server option model")
+    choices = (AGAINST[0], ",".join(AGAINST))
+    add("--against", choices=choices, default=AGAINST[0], metavar="LIST", help=" or ".join(choices))
+    add("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
+    add("--device", help="cuda, cpu or a torch device (default: a GPU if there is one)")
+    add("--tokens", type=int, default=LONGEST, metavar="N", help="length of the longest prompt")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="server option; repeatable")
+    add("--json", type=Path, metavar="FILE", help="file for the results of each layer")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Validate a model, print the results, and return the status that docs/models.md describes."""
-    parser = argparse.ArgumentParser("python -m deployments.model.validate", description=__doc__)
-    add = parser.add_argument
-    add("model", help="the model, as the server's option model names it")
-    add("--against", choices=(AGAINST[0], ",".join(AGAINST)), default=AGAINST[0], help="the references")
-    add("--dtype", help="float32, bfloat16 or float16; by default the checkpoint's")
-    add("--device", help="by default a GPU if there is one")
-    add("--tokens", type=int, default=LONGEST, metavar="N", help="tokens of the longest prompt (%(default)s)")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="another option of the server")
-    add("--json", type=Path, metavar="FILE", help="where to write the results of each layer")
-    given = parser.parse_args(arguments)
+    given = command().parse_args(arguments)
     settings = {name: value for name in ("dtype", "device") if (value := getattr(given, name))}
     settings |= {name: value for name, _, value in (setting.partition("=") for setting in given.set)}
     try:

@@ -369,5 +369,5 @@ def _point_of_hook(hook: str) -> str:
     """The point of TransformerLens' name of a hook."""
     point = canonical(hook)
     if not re.fullmatch(r"layers\.\d+\.[\w.]+", point):
-        raise RequestError(f"{hook!r} is not a point of a layer; docs/points.md lists the hooks that are", "hook_name")
+        raise RequestError(f"{hook!r} is not a point of a layer: docs/concepts.md lists them", "hook_name")
     return point

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from deployments.command_line import parser
 from deployments.options import home
 from evals.config import HUB_DATASET, STAGES, Config, EvalError, in_order, in_ray_job
 from evals.results.results import read_json
@@ -21,30 +22,33 @@ OF_SCALARS = (ValueError, LookupError, AttributeError, TypeError)
 
 # The options by name: what `--help` says, and the type or the choices; a list is of several words.
 OPTIONS: dict[str, tuple[str, type | Sequence[str]]] = {
-    "base_url": ("the server's OpenAI root, ending in /v1; with --serve, port 0 is a free one", str),
-    "model": ("model id; without it the first of the server's list", str),
-    "dataset": (f"demo, a GSM8K .jsonl or .parquet file, or {HUB_DATASET}", str),
-    "samples": ("how many problems; without it all", int),
-    "seed": ("choose problems and draw answers by this seed; without it the first problems", int),
-    "epochs": ("answers to each problem in each condition", int),
-    "mode": ("with or without the calculator", ["no-tools", "with-tools", "both"]),
-    "variants": ("prompt variants, comma separated, or a YAML file of texts by name (default: control)", str),
-    "few_shot": ("worked examples before each question: how many, or a file of them", str),
-    "interventions": ("a YAML or JSON file of interventions; each variant is asked without and with them", str),
-    "sweep": ("layers and scales of the interventions, as scale=-4,0,4 layer=8,12", list),
-    "parallel": ("requests kept in flight", int),
-    "max_tokens": ("most new tokens of one answer", int),
-    "temperature": ("0 is greedy; without it the model's own, 0 where it has none", float),
-    "collect_activations": ("record activations; without --capture, the server's choice of them", bool),
-    "capture": ('what to record, as the request field: {"layers": [8], "sites": ["output"]}', str),
-    "transfer_activations": ("copy what was recorded into the results directory", bool),
-    "inline_activations": ("values of each recorded point to put in each sample's record", int),
-    "results_dir": ("the results directory (default: ./results/gsm8k-<time>)", str),
-    "resume": ("continue the evaluation in --results-dir: ask what is missing, failed or was not stored", bool),
+    "base_url": ("OpenAI root of the server, ending in /v1; with --serve, port 0 chooses a free one", str),
+    "model": ("id of the served model (default: the server's first)", str),
     "serve": ("serve this model at the base URL for the evaluation", str),
     "keep_running": ("leave the server of --serve running", bool),
-    "stages": (f"the stages to run, from {','.join(STAGES)} (default: all)", str),
+    "dataset": (f"demo, a GSM8K .jsonl or .parquet file, or {HUB_DATASET}", str),
+    "samples": ("number of problems (default: all)", int),
+    "seed": ("seed for choosing problems and sampling tokens (default: the first problems)", int),
+    "mode": ("with or without the calculator", ["no-tools", "with-tools", "both"]),
+    "variants": ("prompt variants, comma-separated, or a YAML file of texts by name (default: control)", str),
+    "few_shot": ("worked examples before each question: their number, or a file of them", str),
+    "epochs": ("completions of each problem in each evaluation condition", int),
+    "parallel": ("maximum requests at the same time", int),
+    "max_tokens": ("maximum tokens of one completion", int),
+    "temperature": ("0 is greedy (default: the model's own, else 0)", float),
+    "interventions": ("YAML or JSON file of interventions; each prompt variant runs without and with them", str),
+    "sweep": ("scales and layers of the interventions, such as scale=-4,0,4 layer=8,12", list),
+    "collect_activations": ("record activations, by default at the points that the server chooses", bool),
+    "capture": ('JSON of the request field capture, such as {"points": ["layers.8.output"]}', str),
+    "transfer_activations": ("copy the recorded activations to the results directory", bool),
+    "inline_activations": ("values of each recorded point in each sample's record", int),
+    "results_dir": ("directory of the results (default: ./results/gsm8k-<time>)", str),
+    "resume": ("continue the evaluation in --results-dir: repeat missing, failed and unstored samples", bool),
+    "stages": (f"stages to run, from {','.join(STAGES)} (default: all)", str),
 }
+# Each group's title, by its first option.
+GROUPS = {"base_url": "server", "dataset": "problems and prompts", "epochs": "generation"}
+GROUPS |= {"collect_activations": "activations", "results_dir": "results"}
 FURTHER = [name for name in Config.model_fields if name not in OPTIONS and name != "server_options"]
 
 
@@ -54,8 +58,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     Flags win over the file of `--config`, and that over the options of the evaluation that `--resume`, or the stage
     `report` without `generate`, goes on with.
     """
-    parser = _parser()
-    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    made = command()
+    flags = {name: value for name, value in vars(made.parse_args(argv)).items() if value is not None}
     try:
         file = flags.pop("config", None)
         given = (read_config(file) if file else {}) | flags
@@ -70,9 +74,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     except ValidationError as error:
         first = error.errors()[0]
         option = f"{flag(str(first['loc'][0]))}: " if first["loc"] else ""
-        parser.error(option + first["msg"].removeprefix("Value error, "))
+        made.error(option + first["msg"].removeprefix("Value error, "))
     except ValueError as error:
-        parser.error(str(error))
+        made.error(str(error))
 
 
 def flag(name: str) -> str:
@@ -162,21 +166,26 @@ def results_path(given: object, name: str) -> Path:
     return path or home() / "results" / name
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Defaults live in `Config` alone: an option that was not given is None here."""
-    parser = argparse.ArgumentParser(prog="python -m evals.gsm8k", usage="%(prog)s [options]", allow_abbrev=False)
-    text = f"a YAML file of options, as max_tokens: 256; flags override it. Only there: {', '.join(FURTHER)}"
-    parser.add_argument("--config", help=text)
+def command() -> argparse.ArgumentParser:
+    """The command's options. Defaults live in `Config` alone: an option that was not given is None here."""
+    text = "Evaluate a model on GSM8K, with recorded activations and interventions."
+    example = "--serve smollm2 --base-url http://127.0.0.1:0/v1 --samples 20"
+    made = parser("evals.gsm8k", text, example, usage="%(prog)s [options]")
+    text = f"YAML file of options, such as max_tokens: 256; flags override it. Only there: {', '.join(FURTHER)}"
+    made.add_argument("--config", metavar="FILE", help=text)
     for name, (text, kind) in OPTIONS.items():
+        if name in GROUPS:
+            add = made.add_argument_group(GROUPS[name]).add_argument
         if kind is bool:
-            parser.add_argument(flag(name), help=text, action=argparse.BooleanOptionalAction)
+            add(flag(name), help=text, action=argparse.BooleanOptionalAction)
         elif kind is list:
-            parser.add_argument(flag(name), help=text, nargs="+")
+            add(flag(name), help=text, nargs="+", metavar="NAME=VALUES")
         else:
             default = Config.model_fields[name].default
             shown = f" (default: {default})" if isinstance(default, str | int | float) and default != "" else ""
             given: dict[str, Any] = {"type": kind} if isinstance(kind, type) else {"choices": kind}
-            parser.add_argument(flag(name), help=text + shown, **given)
-    text = "an option of the server (docs/options.md) as name=value; repeat it for several"
-    parser.add_argument("--server-option", dest="server_options", metavar="NAME=VALUE", action="append", help=text)
-    return parser
+            add(flag(name), help=text + shown, **given)
+        if name == "serve":
+            text = "server option; repeatable"
+            add("--server-option", dest="server_options", metavar="NAME=VALUE", action="append", help=text)
+    return made

@@ -67,11 +67,28 @@ def conclude(directory: Path, incomplete: str | None, base_url: str | None = Non
 
 
 def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
-    """All of summary.json: the same whether an evaluation went through or was resumed.
+    """The contents of summary.json: the same whether an evaluation went through or was resumed.
 
     Args:
         directory: the results, with config.json and samples.
         incomplete: why the evaluation ended early, if it did.
+
+    Returns:
+        model: The model's id.
+        dataset: The option `dataset`.
+        rule: The rule that decides what is correct.
+        counts: `problems`, `conditions`, `samples`, `failed` and `missing` samples.
+        incomplete: Why the evaluation is not complete; null if it is.
+        conditions: The counts of each condition, by `<mode>.<variant>`.
+        modes: `samples`, `completion_tokens`, `wall_s` and `tokens_per_second` by mode, without pauses.
+        paired: Each comparison: `a`, `b`, `kind` (`variant`, `mode`, `steering`), `problems`, `difference`, `ci95`,
+            `only_a` and `only_b` (problems that one side solves more often), `p`, `p_holm`.
+        sweep: For each mode and variant, `scales` and `rows` of cells by layer (`accuracy`, `difference`, `p_holm`).
+        not_paired: Why variants are not compared, if they are not.
+        activations: What was stored; null without `collect_activations`.
+        config: The options, as in config.json.
+        versions: The evaluator's versions, as in config.json.
+        times: `started`, `ended`, and `seconds` without pauses.
 
     Raises:
         EvalError: the directory holds no evaluation, or one of an earlier version.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from deployments.command_line import parser
 from deployments.options import default_store
 from deployments.permissions import restrict
 from evals.config import EvalError
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 where there are none.
     """
-    args = _parser().parse_args(argv)
+    args = command().parse_args(argv)
     try:
         if args.inspect:
             table, place = inspect_log.labelled(args.inspect, turns=args.turns), args.inspect.parent
@@ -62,24 +63,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.labels",
-        description="Write the labels of an evaluation's recorded runs.",
-        allow_abbrev=False,
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("results", metavar="RESULTS", type=Path, nargs="?", help="a results directory of evals.gsm8k")
-    source.add_argument("--inspect", metavar="LOG", type=Path, help="or a log of inspect_ai")
-    source.add_argument("--lm-eval", metavar="SAMPLES", type=Path, help="or a samples_*.jsonl of lm_eval --log_samples")
-    parser.add_argument("--session", help="with --lm-eval: the session of the runs")
-    parser.add_argument("--store", type=Path, help="with --lm-eval: the store's directory, if not this machine's")
-    parser.add_argument("--model", help="with --lm-eval: the model of the runs, where the session has several")
-    parser.add_argument("--out", type=Path, help=f"the Parquet file to write (by default {NAME} beside the input)")
-    parser.add_argument(
-        "--turns", choices=["last", "all"], default="last", help="which runs of a conversation with tools get a row"
-    )
-    return parser
+def command() -> argparse.ArgumentParser:
+    """The command's options."""
+    made = parser("evals.labels", "Write labels for an evaluation's recorded runs to a Parquet file.", "results/first")
+    source = made.add_argument_group("evaluation, one of").add_mutually_exclusive_group(required=True)
+    source.add_argument("results", metavar="RESULTS", type=Path, nargs="?", help="results directory of evals.gsm8k")
+    source.add_argument("--inspect", metavar="LOG", type=Path, help="log of inspect_ai")
+    source.add_argument("--lm-eval", metavar="SAMPLES", type=Path, help="samples_*.jsonl of lm_eval --log_samples")
+    add = made.add_argument_group("with --lm-eval").add_argument
+    add("--session", metavar="NAME", help="session of the runs")
+    add("--store", metavar="DIR", type=Path, help="directory of the store (default: the server's default)")
+    add("--model", metavar="NAME", help="model of the runs, if the session contains several")
+    add = made.add_argument_group("output").add_argument
+    add("--out", metavar="FILE", type=Path, help=f"Parquet file to write (default: {NAME} in the input's directory)")
+    add("--turns", choices=["last", "all"], default="last", help="runs of a conversation with tools that get a row")
+    return made
 
 
 if __name__ == "__main__":

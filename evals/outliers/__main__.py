@@ -5,8 +5,8 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from deployments.command_line import parser
 from deployments.options import home
 from deployments.permissions import restrict
 from evals.config import EvalError, some
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 where there is nothing to look through.
     """
-    args = _parser().parse_args(argv)
+    args = command().parse_args(argv)
     restrict(args.out)
     rule = Rule(args.magnitude, args.layers, args.positions)
     try:
@@ -46,26 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.outliers",
-        description="Find outlier features in a stored session.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-
-    def option(name: str, kind: Any, default: Any, text: str) -> None:
-        parser.add_argument(name, type=kind, default=default, metavar=name[2:].upper(), help=text)
-
-    rule = Rule()
-    parser.add_argument("--session", required=True, metavar="NAME", help="the stored session")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
-    option("--store", Path, None, "the store's directory; without it $VITRINE_HOME/activations")
-    option("--points", _names, None, "inputs of projections, comma separated, * for any layer; without it all stored")
-    option("--magnitude", _positive, rule.magnitude, "a value counts from this magnitude on")
-    option("--layers", _share, rule.layers, "the least share of recorded layers with such a value")
-    option("--positions", _share, rule.positions, "the least share of token positions with such a value")
-    return parser
+def command() -> argparse.ArgumentParser:
+    """The command's options."""
+    text = "Find outlier features in the stored activations of a session."
+    made = parser("evals.outliers", text, "--session census --out outliers")
+    rule, add = Rule(), made.add_argument
+    add("--session", required=True, metavar="NAME", help="stored session")
+    add("--out", required=True, type=Path, metavar="DIR", help="directory for outliers.json and report.html")
+    add("--store", type=Path, metavar="DIR", help="directory of the store (default: $VITRINE_HOME/activations)")
+    text = "inputs of projections, comma-separated; * matches every layer (default: all stored)"
+    add("--points", type=_names, help=text)
+    add = made.add_argument_group("rule").add_argument
+    add("--magnitude", type=_positive, metavar="X", default=rule.magnitude, help="least magnitude that counts")
+    text = "least share of the recorded layers with such a value"
+    add("--layers", type=_share, metavar="SHARE", default=rule.layers, help=text)
+    text = "least share of the token positions with such a value"
+    add("--positions", type=_share, metavar="SHARE", default=rule.positions, help=text)
+    return made
 
 
 def _names(text: str) -> list[str]:

@@ -93,7 +93,7 @@ def census(
         rule: When a feature is an outlier; without it the one of LLM.int8().
 
     Returns:
-        What outliers.json holds; docs/outliers.md describes it.
+        What outliers.json holds; docs/probes.md describes it.
 
     Raises:
         EvalError: The session lacks points, its runs do not fit together, or no row is finite.
@@ -196,7 +196,7 @@ def _chosen(modules: Mapping[str, str], points: Sequence[str] | None, session: s
             raise EvalError(f"--points, session {session}: {error}") from error
     inputs = {name for name, module in modules.items() if INPUTS.fullmatch(name) or INPUTS.fullmatch(module)}
     if not inputs:
-        usual = "none of the inputs of projections (docs/outliers.md says how to record them)"
+        usual = "none of the inputs of projections (docs/probes.md says how to record them)"
         raise EvalError(f"--session {session}: it recorded {usual}; there is {some(modules)}: name some by --points")
     return inputs
 

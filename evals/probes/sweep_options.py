@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deployments.command_line import parser
 from evals.config import EvalError
 from evals.probes.fits import METHODS, Method
 from evals.probes.token_columns import TokenColumn
@@ -27,15 +28,22 @@ def _option(default: Any, text: str, kind: type = str, **more: Any) -> Any:
 class Options:
     """What is probed, and how; `python -m evals.probes --help` describes each field."""
 
-    session: str | None = _option(None, "a session of stored runs")
-    results: Path | None = _option(None, "or a results directory of evals.gsm8k, whose runs evals.labels labels", Path)
-    inspect: Path | None = _option(None, "or a log of inspect_ai over the provider vitrine: scores are labels", Path)
-    labels: Path | None = _option(None, "a csv, parquet or jsonl file of labels with a column run_id, or id", Path)
+    session: str | None = _option(None, "session of stored runs; or --results or --inspect", group="runs and labels")
+    results: Path | None = _option(None, "results directory of evals.gsm8k", Path)
+    inspect: Path | None = _option(None, "log of inspect_ai; its scores are the labels", Path)
+    store: Path | None = _option(None, "directory of the store (default: $VITRINE_HOME/activations)", Path)
+    labels: Path | None = _option(None, "CSV, Parquet or JSONL file of labels with a column run_id or id", Path)
     label: str = _option("label", "tag or column of the label")
-    group: str | None = _option(None, "tag or column of the group; problem with --results and --inspect")
-    ungrouped: bool = _option(False, "every run is its own group", action="store_true")
-    positive: str | None = _option(None, "the label of the positive class, against all others")
-    points: Sequence[str] = _option(("layers.*.output",), "points; * stands for one part of a name")
+    positive: str | None = _option(None, "label of the positive class, against all others")
+    group: str | None = _option(None, "tag or column of the group (default: problem with --results and --inspect)")
+    ungrouped: bool = _option(False, "every run is a group", action="store_true")
+    skip_missing: bool = _option(
+        False, "skip runs without a label, a group, a point or the tokens", action="store_true"
+    )
+    test_sessions: Sequence[str] = _option(
+        (), "further session to test on; repeatable", flag="--test-session", action="append", metavar="STRING"
+    )
+    points: Sequence[str] = _option(("layers.*.output",), "hook points; * matches one part of a name", group="probes")
     tokens: Sequence[str] = _option(
         ("prompt_last",),
         "any of prompt_last, generated_last, last, mean, reasoning, answer, role:ROLE, turn:TURN, span:NAME, "
@@ -44,20 +52,11 @@ class Options:
     methods: Sequence[Method] = _option(METHODS, f"any of {', '.join(METHODS)}")
     c: Sequence[float] = _option((1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0), "values of C to choose from", float)
     folds: int = _option(5, "outer and inner folds", int)
-    permutations: int = _option(20, "labelings of the null", int)
-    seed: int = _option(0, "of folds and permutations", int)
-    test_sessions: Sequence[str] = _option(
-        (), "another session to test on; repeatable", flag="--test-session", action="append", metavar="SESSION"
-    )
-    skip_missing: bool = _option(
-        False, "skip runs without a label, a group, one of the points or the tokens' rows", action="store_true"
-    )
-    store: Path | None = _option(None, "the store's directory; without it $VITRINE_HOME/activations", Path)
-    out: Path | None = _option(None, "a directory for the results", Path, required=True)
-    name: str | None = _option(None, "the probe's name; without it the label's")
-    install: str | None = _option(
-        None, "the address of a server to install the probe on as a readout, http://127.0.0.1:8000"
-    )
+    permutations: int = _option(20, "label permutations of the null distribution", int)
+    seed: int = _option(0, "seed of folds and permutations", int)
+    out: Path | None = _option(None, "directory for the results", Path, required=True, group="results")
+    name: str | None = _option(None, "name of the probe (default: the label's)")
+    install: str | None = _option(None, "address of a server to install the probe on, such as http://127.0.0.1:8000")
 
     def __post_init__(self) -> None:
         """Check what needs no store.
@@ -124,24 +123,30 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     Raises:
         EvalError: As for `Options`.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.probes",
-        description="Fit linear probes on stored activations by nested, grouped cross-validation.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    return Options(**vars(command().parse_args(argv)))
+
+
+def command() -> argparse.ArgumentParser:
+    """The command's options."""
+    text = "Fit linear probes on stored activations by nested, grouped cross-validation."
+    example = "--session statements --group subject --out probes/truth"
+    usage = "%(prog)s [options]"
+    made = parser("evals.probes", text, example, usage=usage, argument_default=argparse.SUPPRESS)
     for item in fields(Options):
         given = dict(item.metadata)
         flag, kind, default = given.pop("flag", f"--{item.name.replace('_', '-')}"), given.pop("type"), item.default
+        if title := given.pop("group", None):
+            add = made.add_argument_group(title).add_argument
         if "action" not in given:
+            given["metavar"] = {Path: "PATH", str: "STRING"}.get(kind, "N")
             given["type"] = partial(_several, kind) if isinstance(default, tuple) else kind
             if isinstance(default, tuple):
                 shown = ",".join(f"{value:g}" if kind is float else str(value) for value in default)
-                given["help"] += f"; comma separated ({shown})"
+                given["help"] += f"; comma-separated (default: {shown})"
             elif default is not None:
-                given["help"] += f" ({default})"
-        parser.add_argument(flag, dest=item.name, **given)
-    return Options(**vars(parser.parse_args(argv)))
+                given["help"] += f" (default: {default})"
+        add(flag, dest=item.name, **given)
+    return made
 
 
 def _several(kind: type, given: str) -> list[Any]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deployments.command_line import parser
 from deployments.permissions import restrict
 from evals.config import EvalError
 from evals.report.comparison import compare, load_runs
@@ -22,12 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 where a directory holds no finished evaluation, or they have nothing to compare.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.report",
-        description="Write report.html again, with paired differences between variants, modes and evaluations.",
-    )
-    parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="the results directory, then others")
-    args = parser.parse_args(argv)
+    args = command().parse_args(argv)
     first: Path = args.directories[0]
     restrict(first)
     try:
@@ -44,6 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             reason = f"it shares no condition with {runs[0].name}: it has {', '.join(run.summary['conditions'])}"
             print(f"evals.report: {run.name} is not compared: {reason}", file=sys.stderr)
     return 0
+
+
+def command() -> argparse.ArgumentParser:
+    """The command's options."""
+    text = "Write the report of an evaluation again, with paired differences to further evaluations."
+    made = parser("evals.report", text, "results/steered results/plain")
+    made.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="results; the report is in the first")
+    return made
 
 
 if __name__ == "__main__":

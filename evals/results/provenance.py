@@ -27,13 +27,23 @@ Facts = dict[str, Any]
 
 
 def facts(config: Config, prompts: Prompts, path: Path, problems: int) -> Facts:
-    """What config.json says before the first request.
+    """The contents of config.json, written before the first request; null what another server does not report.
 
     Args:
         config: the options, with the model's name.
         prompts: all texts.
         path: of the dataset.
         problems: how many are asked.
+
+    Returns:
+        config: All options with their values.
+        versions: The evaluator's versions of Python and packages.
+        git: The evaluator's `commit`, and whether files were changed since (`dirty`).
+        server: `options` of the server, without keys, and `versions` of its packages.
+        model: The model's entry in `/v1/models`. `revision` is a commit, or `sha256:` and a digest of the directory.
+        prompts: All texts of the prompts, with the worked examples in their order.
+        dataset: `path`, `sha256` and the number of `problems`.
+        host: The evaluator's machine.
     """
     model = entry(config)
     return {

@@ -77,7 +77,30 @@ class ConditionTally:
     def summary(self) -> dict[str, Any]:
         """The condition's part of summary.json; all but counts and sums is of the samples that did not fail.
 
-        Of those, tokens and latency are of the ones with an answer, if to the first turn alone.
+        Returns:
+            mode: `no-tools` or `with-tools`.
+            variant: The prompt variant, or the steered condition.
+            strict: `correct` of `of` answers by `strict`, `accuracy`, `stderr`, `ci95`.
+            flexible: These numbers by `flexible`.
+            normalized: These numbers by `normalized`.
+            epochs: With several answers to a problem, `most` of them, `pass_at` k and the `majority`'s accuracy.
+            samples: All samples.
+            failed: Samples without a usable response.
+            invalid: Answers without a number by the rule.
+            truncated: Answers cut at a limit of tokens.
+            timed_out: Answers that took too long.
+            turn_limit: Conversations that ended at the last turn.
+            outcomes: Samples by their outcome.
+            invalid_rate: Share of `invalid`.
+            truncated_rate: Share of `truncated`.
+            prompt_tokens: Tokens of all prompts.
+            completion_tokens: New tokens of all turns.
+            reasoning: `samples` with reasoning, and its `tokens`.
+            presets: Responses by the preset that they name.
+            completion_tokens_per_sample: `mean`, `p50`, `p95` of the samples with an answer to the first turn.
+            latency_s: `p50` and `p95` of these samples.
+            rewards: The mean of each reward.
+            reward: The mean weighted sum.
         """
         answered, rewarded, tokens = self._counts["answered"], self._counts["rewarded"], sum(self._tokens)
         of = [len(each) for each in self.correct.values()]
@@ -193,7 +216,23 @@ class ActivationTally:
             self._bytes = None if self._bytes is None or size is None else self._bytes + size
 
     def summary(self) -> dict[str, Any]:
-        """The activations' part of summary.json; bytes are of the tensors, without the files' own framing."""
+        """The activations' part of summary.json.
+
+        Returns:
+            session_id: The session.
+            points: The recorded points.
+            runs: Stored runs.
+            tokens: Their tokens.
+            bytes: Bytes of their tensors; null if dtypes and shapes do not determine them (attention patterns).
+            where: Directories of the files.
+            files: Number of files.
+            answers: Responses in all.
+            statuses: Responses by the status that the server reports.
+            not_stored: Responses with another status than `stored`.
+            why_not_stored: These by the server's reason.
+            example: `uri`, `run_id` and `point` of one run.
+            transferred: `path`, `bytes`, `files` and `runs` of the copy in the results directory; null without one.
+        """
         return {
             "session_id": self._session_id,
             "points": sorted(self._points),

@@ -33,23 +33,64 @@ class Problem(NamedTuple):
 
 
 class Turn(BaseModel):
-    """One request and its answer."""
+    """One request and its response, in `turns` of a sample.
+
+    Attributes:
+        finish_reason: The response's `finish_reason`.
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: New tokens.
+        reasoning_tokens: New tokens of reasoning, if the server counts them.
+        latency_s: Seconds, including retries.
+        preset: The preset that the server used.
+        readouts: The response's `readouts`, if `extra_body` requests them.
+        activations: The response's `activations_meta`.
+    """
 
     finish_reason: str | None
     prompt_tokens: int
     completion_tokens: int
-    reasoning_tokens: int = 0  # of the new tokens, where the server counts them
-    latency_s: float  # retries included
-    preset: str | None = None  # that the server used
-    readouts: dict[str, Any] | None = None  # of the answer, where `extra_body` asks for them
-    activations: dict[str, Any] | None  # activations_meta as the server gave it
+    reasoning_tokens: int = 0
+    latency_s: float
+    preset: str | None = None
+    readouts: dict[str, Any] | None = None
+    activations: dict[str, Any] | None
 
 
 UNSCORED: dict[str, Any] = {"correct": None, "rewards": {}, "reward": None}
 
 
 class Sample(BaseModel):
-    """One problem in one mode and variant: what was said, how it scored, where its activations lie."""
+    """One problem in one mode and variant: samples/<problem>.<mode>.<variant>.json, from epoch 2 on with .<epoch>.
+
+    Attributes:
+        id: The problem's id, a digest of its question.
+        mode: `no-tools` or `with-tools`.
+        variant: The prompt variant, or the steered condition.
+        epoch: The number of the answer, from 1.
+        question: The problem's text.
+        gold: The correct number.
+        outcome: How the sample ended.
+        completion: The text of the last answer.
+        strict: The answer that the rule `strict` finds.
+        flexible: The answer that the rule `flexible` finds.
+        normalized: The answer that the rule `normalized` finds.
+        correct: Whether the answer is right by the evaluation's rule; null if the sample failed.
+        correct_strict: Whether it is right by `strict`.
+        correct_flexible: Whether it is right by `flexible`.
+        correct_normalized: Whether it is right by `normalized`.
+        finish_reason: That of the last turn; `length` if the next turn did not fit the context, `timeout` if it took
+            too long.
+        turn_limit: Whether the model still called tools at the last turn.
+        error: Why the next turn has no response.
+        started: When the first request was sent, in Unix seconds.
+        ended: When the last response arrived, in Unix seconds.
+        latency_s: Seconds of all turns.
+        rewards: Values by the reward's name.
+        reward: Their weighted sum; null if the sample failed.
+        turns: One entry for each request.
+        messages: The conversation.
+        activations: The values of `inline_activations`, by run and point.
+    """
 
     id: str
     mode: Mode
@@ -59,25 +100,24 @@ class Sample(BaseModel):
     gold: str
     outcome: Outcome = "failed"
     completion: str | None = None
-    strict: str | None = None  # the answer that each rule finds
+    strict: str | None = None
     flexible: str | None = None
     normalized: str | None = None
-    correct: bool | None = None  # by the run's rule; None where the sample failed, or is being scored anew
+    correct: bool | None = None
     correct_strict: bool | None = None
     correct_flexible: bool | None = None
     correct_normalized: bool | None = None
-    # Of the last turn; `length`, too, where the next one did not fit the context, and `timeout` where it came too late.
     finish_reason: str | None = None
-    turn_limit: bool = False  # still calling tools at the last turn allowed
-    error: str | None = None  # why the next turn has no answer
-    started: float  # seconds since the epoch
+    turn_limit: bool = False
+    error: str | None = None
+    started: float
     ended: float
     latency_s: float
     rewards: dict[str, float] = {}
-    reward: float | None = None  # their weighted sum; None where the sample failed
+    reward: float | None = None
     turns: list[Turn]
     messages: list[dict[str, Any]]
-    activations: dict[str, Any] | None = None  # values of its runs' points, where asked for
+    activations: dict[str, Any] | None = None
 
     @property
     def key(self) -> str:

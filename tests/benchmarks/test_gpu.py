@@ -30,14 +30,7 @@ def found(tmp_path, capsys):
     return run
 
 
-@pytest.mark.long  # as the next two: nothing that is served depends on a benchmark
-def test_a_step_is_counted_by_line(found):
-    counted = found("census")["census"]
-    assert counted["sampled"]["operations"] > counted["greedy"]["operations"] > 0
-    assert any(line.startswith("decoding/sampling.py:") for line in counted["sampled"]["by line"])
-
-
-@pytest.mark.long
+@pytest.mark.long  # as the next: nothing that is served depends on a benchmark
 def test_speeds_are_measured_beside_generate(found):
     sections = found("machine", "prefill")
     assert sections["machine"]["versions"]["torch"]

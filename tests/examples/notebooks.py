@@ -1,25 +1,38 @@
-"""Notebooks as programs."""
+"""Notebooks and pages as programs."""
 
 from __future__ import annotations
 
 import json
-import runpy
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import ROOT
 
-MAKER = runpy.run_path(str(ROOT / "examples" / "make_notebook.py"))
-SOURCES: dict[Path, str] = dict(MAKER["sources"]())
+NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "examples").glob("*.ipynb"))}
 COMMAND = "import subprocess; subprocess.run(['bash', '-euc', {!r}], check=True)"
+ELSEWHERE = ("%cd -q ..", "%%bash --bg\nmkdir -p results", "%%bash\ncurl -sfo")  # the test's directory and server
+
+
+def code_cells(name: str) -> list[dict[str, Any]]:
+    return [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "code"]
 
 
 def cells(name: str) -> list[str]:
-    """The code cells of `examples/<name>.ipynb`."""
-    found = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text())["cells"]
-    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
+    """The code of `examples/<name>.ipynb`, without the cells that start a server."""
+    sources = ["".join(cell["source"]) for cell in code_cells(name)]
+    code = [source for source in sources if not source.startswith(ELSEWHERE)]
+    assert len(code) == len(sources) - len(ELSEWHERE)
+    return code
+
+
+def blocks(page: Path) -> list[str]:
+    """The commands and the Python of a page, as cells."""
+    found = re.findall(r"^```(sh|python)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [f"%%bash\n{code}" if language == "sh" else code for language, code in found]
 
 
 def run(code: list[str], directory: Path, env: dict[str, str], changed: Mapping[str, str]) -> str:
@@ -40,7 +53,7 @@ def run(code: list[str], directory: Path, env: dict[str, str], changed: Mapping[
     lines = (COMMAND.format(cell.removeprefix("%%bash\n")) if cell.startswith("%%bash\n") else cell for cell in code)
     text = "\n".join(lines)
     for old, new in changed.items():
-        assert old in text, f"the notebook no longer says {old!r}"
+        assert old in text, f"there is no {old!r}"
         text = text.replace(old, new)
     script = directory / "notebook.py"
     script.write_text(text)

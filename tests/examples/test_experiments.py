@@ -1,22 +1,13 @@
-"""The notebook of experiments runs from its first cell to its last, on the shipped model."""
+"""The notebook of experiments runs from its first cell to its last, on the bundled model."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.examples.notebooks import MAKER, SOURCES, cells, run
+from tests.examples.notebooks import cells, run
 
-ELSEWHERE = {
-    "%cd -q ..": "the test's directory",
-    "%%bash\nmake smollm2": "the shipped model is there",
-    "%%bash --bg\nserve run": "a server beside the other tests'",
-}
-# The shipped model has six layers, and knows pens better than capitals.
+# The bundled model has six layers, and knows pens better than capitals.
 SMALL = {
-    "/models/smollm2": "/models/vitrine-demo",
     "The capital of France is Paris. The capital of Germany is": "Tom has 3 boxes of 12 pens. Ann has 4 boxes of 12",
     "The capital of France is": "Tom has 3 boxes of 12",
     "The capital of Germany is": "Tom has 4 boxes of 15",
@@ -28,22 +19,14 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("notebook", SOURCES, ids=lambda path: path.stem)
-def test_a_notebook_is_its_page(notebook: Path) -> None:
-    made = MAKER["notebook"](SOURCES[notebook])
-    assert json.loads(notebook.read_text()) == made, "run examples/make_notebook.py"
-
-
 def test_the_experiments_are_short() -> None:
     assert sum(len(cell.splitlines()) for cell in cells("experiments")) < 150
 
 
 @pytest.mark.long  # tests/vitrine has a test of each part
 def test_every_experiment_runs_and_the_lens_is_the_same_both_ways(served, runs_code, tmp_path) -> None:
-    code = [cell for cell in cells("experiments") if not cell.startswith(tuple(ELSEWHERE))]
-    assert len(code) == len(cells("experiments")) - len(ELSEWHERE)
     here = {"http://127.0.0.1:8000": runs_code, "-m evals.gsm8k": f"-m evals.gsm8k --base-url {runs_code}/v1"}
-    printed = run(code, tmp_path, served.cluster.env, here | SMALL)
+    printed = run(cells("experiments"), tmp_path, served.cluster.env, here | SMALL)
     assert "(40, 6, 192)" in printed
     ranks = next(line for line in printed.splitlines() if line.startswith("[") and line.endswith("]"))
     by_nnsight = next(line for line in printed.splitlines() if line.isdigit())

@@ -1,4 +1,4 @@
-"""lm_eval by the commands of docs/clients.md, against the served model, through tasks of local problems."""
+"""lm_eval by the commands of docs/quickstart.md, against the served model, through tasks of local problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from evals.labels.lm_eval import labelled
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 TASKS = Path(__file__).parent / "tasks"
-DOCUMENT = (ROOT / "docs" / "clients.md").read_text().replace("\\\n", "")
+DOCUMENT = (ROOT / "docs" / "quickstart.md").read_text().replace("\\\n", "")
+DOCUMENT = DOCUMENT.replace("$HOME/.vitrine/models/smollm2", "deployments/demo_model/weights")
+DOCUMENT = DOCUMENT.replace("smollm2", "vitrine-demo")
 CHATS, COMPLETIONS = map(shlex.split, re.findall(r"^lm_eval [^`]*", DOCUMENT, re.MULTILINE))
 ADDRESS = "http://127.0.0.1:8000"
 # lm_eval reads the 13,000 files of its own tasks at each start, for 12 seconds of processor time.

@@ -50,25 +50,25 @@ class CollectMethods(GenerateMethods, LoadMethods):
         """Record the activations of a list of prompts, in the list's order; they are also stored.
 
         Texts are sorted by length and sent in batches, so that texts of similar length share forward passes. In a named
-        session, prompts are loaded instead if an earlier call stored them with the same arguments and place.
+        session, prompts are loaded instead if an earlier call stored them with the same arguments and position.
 
         Args:
             prompts: Texts, or chats (lists of messages).
             points: Names of points, the server's or TransformerLens'; `*` is every layer, -1 the last.
-            tokens: The tokens to record, as in docs/points.md; by default the prompt's last token.
+            tokens: The tokens to record, as in docs/concepts.md; by default the prompt's last token.
             labels: One label for each prompt; each run is stored with its label as the tag `label`.
             tags: Tags to store with each run; a list has the tags of each prompt.
             session: The session of the runs; a new one, `collect-...`, by default.
             max_tokens: How many tokens to generate after each prompt, greedily.
             progress: Whether to show a progress bar; by default in terminals and notebooks, for several requests.
-            store_text: Whether to store prompt and answer with each run.
+            store_text: Whether to store prompt and completion with each run.
 
         Returns:
             The activations: one array if one token of each prompt was recorded, otherwise a list of arrays.
 
         Raises:
             ServerError: The server rejects the request, or cannot store a run.
-            ConnectionError: It does not answer.
+            ConnectionError: The server does not respond.
             ValueError: Prompts, labels or tags are not lists of one length, or the points have different shapes.
 
         Examples:

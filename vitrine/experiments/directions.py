@@ -67,9 +67,9 @@ class Steer:
         point: The point's name.
         vector: `[hidden]`; at heads, `[heads, head_dim]`.
         scale: The factor of the vector.
-        tokens: The tokens that it is added to, as in `docs/points.md`. None means all; with `residual_norm`, all but
+        tokens: The tokens that it is added to, as in `docs/concepts.md`. None means all; with `residual_norm`, all but
             the first, whose norm is often a hundred times as large.
-        unit: `absolute`, or `residual_norm`: the vector is normalized and multiplied by the norm of each changed row.
+        unit: `absolute`, or `residual_norm`: the vector is scaled to the norm of each changed activation.
 
     Examples:
         >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.*.output", labels=[1, 0])
@@ -110,7 +110,7 @@ class Steer:
         return self._operation("add", scale=self.scale, unit=self.unit)
 
     def cap(self, max: float | None = None, min: float | None = None) -> dict[str, Any]:
-        """The intervention that limits each row's length along the vector, x.v / |v|, for `interventions=[...]`.
+        """The intervention that limits each activation's length along the vector, x.v / |v|, for `interventions=[...]`.
 
         Args:
             max: The most; None for no limit.

@@ -26,7 +26,7 @@ class GenerateMethods(Transport):
     model: str
 
     async def complete(self, /, prompt: Prompt | Sequence[str], **fields: Any) -> dict[str, Any]:
-        """Send one request and return its answer as JSON.
+        """Send one request and return the response as JSON.
 
         Args:
             prompt: A text, a list of texts, or a chat: a list of messages.
@@ -34,7 +34,7 @@ class GenerateMethods(Transport):
 
         Raises:
             ServerError: The server rejects the request.
-            ConnectionError: It does not answer.
+            ConnectionError: The server does not respond.
             ValueError: `stream` is given.
 
         Examples:
@@ -102,7 +102,7 @@ class GenerateMethods(Transport):
 
         Raises:
             ServerError: The server rejects the request.
-            ConnectionError: It does not answer.
+            ConnectionError: The server does not respond.
             ValueError: A prompt is invalid, or `n` or `stream` is given.
 
         Examples:

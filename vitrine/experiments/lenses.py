@@ -223,7 +223,7 @@ class LensMethods(CollectMethods):
             targets: Tokens whose logprob and rank to return, each by its id or its text (with its space: `"Paris"` and
                 `" Paris"` are different tokens).
             layers: Layer numbers, -1 for the last; by default all.
-            tokens: The tokens of the prompt, as in docs/points.md.
+            tokens: The tokens of the prompt, as in docs/concepts.md.
             top_k: The number of top next tokens.
             lens: The name of the installed fitted lens to read through; None for the plain one.
             fields: Further fields of the request, such as `interventions`.

@@ -38,12 +38,12 @@ Measured = tuple[float, float, Values, Values | None]
 
 @dataclass(frozen=True, repr=False)
 class PatchGrid:
-    """The effect on a prompt's answer of replacing one activation at a time by that of another prompt.
+    """The effect on a prompt's prediction of replacing one activation at a time by that of another prompt.
 
     Attributes:
-        values: `[rows, columns]`: the metric with the patch of that row's place at that column's tokens. By
+        values: `[rows, columns]`: the metric with the patch of that row's hook site at that column's tokens. By
             `method="attribution"`, a linear estimate of it. Of several pairs, all values are means.
-        rows: The places: `resid 3`, `heads 3.5` (layer and head), ...
+        rows: The hook sites: `resid 3`, `heads 3.5` (layer and head), ...
         layers: The layer of each row.
         positions: The tokens of each column: the clean prompt's position and the corrupt prompt's.
         tokens: Their texts; of several pairs, those of the first.
@@ -145,13 +145,13 @@ class PatchGridMethods(LensMethods):
         compare: bool = False,
         progress: bool | None = None,
     ) -> PatchGrid:
-        """Patch activations of one prompt into another, at one place and token at a time.
+        """Patch activations of one prompt into another, at one hook site and token at a time.
 
         Each cell is one forward pass, and one more to measure the noise; one request has 64 of them, which run
-        together. The prompts' activations are stored in a session of their own, `patch-...`.
+        together. The prompts' activations are stored in a new session, `patch-...`.
 
         Prompts of equal length align token by token, others by the longest common subsequence of their tokens.
-        Stretches between common tokens align one to one if they have the same length, else by their last tokens alone.
+        Stretches between common tokens align one to one if they have the same length, else only by their last tokens.
 
         Args:
             clean: A text or chat.
@@ -160,18 +160,18 @@ class PatchGridMethods(LensMethods):
             against: The wrong token, whose logit is subtracted.
             pairs: Many tuples (clean, corrupt, target, against) instead of one. The i-th aligned tokens of all pairs
                 share column i, so all pairs need the same number of them, and equal ones in the same columns.
-            sites: Places in each layer: `resid` (its output), `attn_out`, `mlp_out`, `heads` (each alone), or other
-                points with `*` or without a layer, such as `resid_mid`, or `z` for all heads at once.
+            sites: Hook sites of each layer: `resid` (its output), `attn_out`, `mlp_out`, `heads` (each separately), or
+                other points with `*` or without a layer, such as `resid_mid`, or `z` for all heads at once.
             direction: `denoise` patches clean activations into the corrupt prompt, `noise` the other way.
             metric: `logit_difference` (without `against` the target's logprob), the target's `probability`, or `kl`,
                 the divergence of the next token's distribution from that of the clean prompt.
             method: `attribution` estimates all cells by the gradient of the metric, from two forward passes and a
-                backward pass. It runs as client code, which the server's operator must allow.
+                backward pass. It runs as remote nnsight code, which the operator must allow.
             layers: The layers, -1 for the last; by default all.
             positions: The clean prompt's positions, -1 for the last; by default all that are aligned.
             align: Positions (clean, corrupt) to patch instead of the tokens aligned as above.
             floor: Whether to measure the noise: the same grid with each prompt patched into itself.
-            compare: With `method="attribution"`, compute the exact grid, too, for `correlation`.
+            compare: With `method="attribution"`, also compute the exact grid, for `correlation`.
             progress: Whether to show a progress bar; by default in terminals and notebooks, for several requests.
 
         Raises:
@@ -179,7 +179,7 @@ class PatchGridMethods(LensMethods):
                 there is no such site; or the model has no `kl`.
             IndexError: There is no such layer or position.
             ServerError: The server rejects the request, for example because a target is several tokens.
-            PermissionError: The key may not run client code.
+            PermissionError: The key may not run remote nnsight code.
 
         Examples:
             >>> grid = server.patch_grid("Tom has 3", "Tom has 4", target=" ", sites="mlp_out", positions=[0, 3])
@@ -318,7 +318,7 @@ class PatchGridMethods(LensMethods):
         return logprobs
 
     def _estimated(self, pairs: Sequence[Pair], rows: Sequence[Row], side: int, metric: Metric) -> list[Measured]:
-        """Estimate the pairs' grids by attribution, as client code."""
+        """Estimate the pairs' grids by attribution, as remote nnsight code."""
         if inner := [row.name for row in rows if not row.module.endswith((".input", ".output"))]:
             raise ValueError(
                 f"sites: method='attribution' takes inputs and outputs of modules, not {inner[0].split()[0]}"

@@ -98,7 +98,7 @@ class SweepMethods(GenerateMethods):
                 the first.
             layers: The direction's layers to use.
             scales: The factors of the vectors; 0 is the baseline.
-            unit: `residual_norm` multiplies by the norm of each changed row, so that scales suit every layer.
+            unit: `residual_norm` multiplies by the norm of each changed activation, so that scales suit every layer.
             max_tokens: The most tokens of each text.
             temperature: 0 takes the likeliest token each time.
             score: Returns a number for a text; runs on its own thread, so it may call the server.

@@ -1,4 +1,4 @@
-"""Stored runs as numpy arrays, from Arrow files in the format of docs/format.md."""
+"""Stored runs as numpy arrays, from Arrow files in the format of docs/data.md."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Framework = Literal["numpy", "torch"]
 
 
 class Run(Mapping[str, Rows]):
-    """One stored run: point -> float32 rows `[tokens, hidden]`, and the run's description.
+    """One stored run: point -> float32 activation vectors `[tokens, hidden]`, and the run's description.
 
     Heads are `[tokens, heads, head_dim]`; an attention pattern is a list with `[heads, tokens seen]` for each token.
-    With `load(..., framework="torch")`, rows are tensors of the stored data types.
+    With `load(..., framework="torch")`, they are tensors of the stored data types.
 
     Attributes:
-        facts: Run id, session, model, tags, sampling, text and so on: docs/format.md lists them.
-        positions: The index of each row's token in prompt + answer.
-        token_ids: Each row's token.
-        phases: `prompt` or `generated` for each row.
-        roles: `system`, `user`, `assistant`, `tool`, `template` or `reasoning` for each row; None if the run is not of
+        facts: Run id, session, model, tags, sampling, text and so on: docs/data.md lists them.
+        positions: The index of each recorded token in prompt + completion.
+        token_ids: The id of each recorded token.
+        phases: `prompt` or `generated` for each token.
+        roles: `system`, `user`, `assistant`, `tool`, `template` or `reasoning` for each token; None if the run is not
             a chat, or the template does not show where messages are.
         dtypes: The stored data type of each point.
 

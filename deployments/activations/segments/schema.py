@@ -1,7 +1,7 @@
 """The schema of a stored activation file: its columns, its metadata, the facts in both, and checksums.
 
 A row is a captured token. Each point has a `fixed_shape_tensor` column named after it. Attention patterns, whose rows
-grow, have a `large_list` column with `[heads, tokens seen]` for each token. `docs/format.md` describes all of it.
+grow, have a `large_list` column with `[heads, tokens seen]` for each token. `docs/data.md` describes all of it.
 This module does not import torch, because a writer does not need it.
 
 The checksum of a record batch is XXH3 of 64 bits, as 16 hex digits in the batch's metadata. It covers the values of

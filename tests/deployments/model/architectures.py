@@ -1,10 +1,11 @@
 """How each causal architecture of transformers is served, found and validated with tiny random models.
 
-`python -m tests.deployments.model.architectures` writes the table of docs/models.md; with names, it only prints them.
+`python -m tests.deployments.model.architectures` writes docs/architectures.csv; with names, it only prints them.
 """
 
 from __future__ import annotations
 
+import csv
 import multiprocessing
 import re
 import resource
@@ -28,8 +29,7 @@ from deployments.points.capture import Capture
 from tests.deployments.conftest import CONTEXT, _byte_tokenizer
 from vitrine.points import TRANSFORMER_LENS
 
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
-TABLE = re.compile(r"^\| served \|.*?\n(?=\n)", re.MULTILINE | re.DOTALL)
+TABLE = Path(__file__).parents[3] / "docs" / "architectures.csv"
 LIMIT_S, LIMIT_BYTES, AT_ONCE = 120, 6 << 30, 2
 NAMES = ("hook_embed", *TRANSFORMER_LENS)
 LAYERS = 3
@@ -175,12 +175,11 @@ def outcome(model_type: str) -> Outcome:
             lacks.append(name)
     report = validate(model)
     failed = [line.rpartition("failed: ")[2] for line in report.skipped if "the engine failed" in line]
-    points = dict.fromkeys(f"`{result.point}`" for result in report.results if not result.ok)
+    points = dict.fromkeys(result.point for result in report.results if not result.ok)
     wrong = failed[:1] or ([f"{len(points)} points fail"] if len(points) > 3 else points)
     for line in report.skipped:
         print(f"{model_type}: {line}", file=sys.stderr)
-    named = ", ".join(f"`{name}`" for name in lacks)
-    return Outcome("together" if model.packs else "one at a time", named, ", ".join(wrong), report.worst)
+    return Outcome("together" if model.packs else "one at a time", ", ".join(lacks), ", ".join(wrong), report.worst)
 
 
 def _limited(model_type: str) -> Outcome:
@@ -203,11 +202,10 @@ def outcomes(model_types: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
 
 
 def table() -> dict[str, tuple[str, str]]:
-    """How the page says that each architecture is served, and what it lacks."""
-    match = TABLE.search(PAGE.read_text())
-    assert match
-    rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in match[0].splitlines()[2:]]
-    return {name: (cells[0], cells[-1]) for *cells, names in rows for name in re.findall(r"`(.+?)`", names)}
+    """How each architecture is served, and the names that it lacks."""
+    with TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: (row["served"], row["lacks"]) for row in rows for name in row["architectures"].split(", ")}
 
 
 def main(model_types: Sequence[str]) -> None:
@@ -220,11 +218,12 @@ def main(model_types: Sequence[str]) -> None:
         return
     order = ["together", "one at a time", "refused", "not tried"]
     rows = sorted(found.items(), key=lambda row: (order.index(row[0].served.partition(":")[0]), -len(row[1]), row[0]))
-    text = "| served | largest error | lacks | architectures |\n|---|---|---|---|\n"
-    for (served, lacks, wrong, _), models in rows:
-        error = wrong or f"{max(error for _, error in models):.0e}" if served in order[:2] else ""
-        text += f"| {served} | {error} | {lacks} | {', '.join(f'`{name}`' for name, _ in sorted(models))} |\n"
-    PAGE.write_text(TABLE.sub(lambda _: text, PAGE.read_text(), count=1))
+    with TABLE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["served", "largest error", "lacks", "architectures"])
+        for (served, lacks, wrong, _), models in rows:
+            error = wrong or f"{max(error for _, error in models):.0e}" if served in order[:2] else ""
+            writer.writerow([served, error, lacks, ", ".join(sorted(name for name, _ in models))])
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_what_is_recorded_and_generated_is_what_transformers_computes(model_type
     assert report.ok, report.text()
     assert not report.skipped
     there = {result.point for result in report.results}
-    lacks = [f"`{hook}`" for hook, site in TRANSFORMER_LENS.items() if site not in there]
+    lacks = [hook for hook, site in TRANSFORMER_LENS.items() if site not in there]
     assert (report.served, ", ".join(lacks)) == table()[model_type]
     assert report.preempted or model_type in UNPREEMPTED
 

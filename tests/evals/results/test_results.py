@@ -1,6 +1,8 @@
 """The files of a run, as those who read them find them."""
 
+import inspect
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ import pytest
 from fake_openai import FakeServer
 from made import make_results
 
-from evals.config import EvalError
+from evals.config import Config, EvalError
 from evals.gsm8k.__main__ import main
 from evals.gsm8k.summary import conclude, summarize
+from evals.results.provenance import facts
 from evals.results.results import read_samples
+from evals.results.tally import ActivationTally, ConditionTally
+from evals.task.trajectory import Sample, Turn
 
 Write = Callable[..., Path]
 LABELS = ("", "[wrong]", "[invalid]", "[cut]", "[loop]", "[refused]")
@@ -34,6 +39,20 @@ def results(
 def read(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text())
     return content
+
+
+def test_docstrings_describe_every_field(results: Path) -> None:
+    summary = read(results / "summary.json")
+    fields: dict[Any, Any] = {model: model.model_fields for model in (Config, Sample, Turn)}
+    fields |= {
+        facts: read(results / "config.json"),
+        summarize: summary,
+        ActivationTally.summary: summary["activations"],
+    }
+    fields[ConditionTally.summary] = summary["conditions"]["no-tools.calm"]
+    for described, names in fields.items():
+        text = re.split("(?:Attributes|Returns):\n", inspect.getdoc(described) or "")[1]
+        assert re.findall(r"^    (\w+): ", text.partition("\n\n")[0], re.MULTILINE) == [*names], described
 
 
 def test_all_files_of_a_run_tell_the_same(results: Path) -> None:

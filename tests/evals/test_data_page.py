@@ -1,4 +1,4 @@
-"""The examples of docs/reading.md work as they stand, but for the store's path."""
+"""The examples of docs/data.md work as they stand, but for the paths and the address."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from made import make_results
 from recorded import record, says
@@ -16,9 +17,10 @@ from deployments.activations.__main__ import main as activations
 from deployments.activations.reader.loading import read_run
 from deployments.activations.reader.sources import segments
 from evals.labels.__main__ import main as labels
+from tests.conftest import Served
 
-PAGE = Path(__file__).parents[2] / "docs" / "reading.md"
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+BEFORE, OF_SERVER, AFTER = re.split(r"(^## Download.*?)(?=^## )", PAGE, flags=re.DOTALL | re.MULTILINE)
 POINT = "layers.12.input_layernorm.output"
 STORE, SESSION = "/data/activations", "first-steps"
 
@@ -35,6 +37,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     record(tmp_path / "store", results, point=POINT, width=1024)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "store"
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Each block of commands or code, with its language."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert {language for language, _ in found} <= {"sh", "python", "text"}
+    return [(language, code) for language, code in found if language != "text"]
 
 
 def run(command: str, store: Path) -> None:
@@ -62,8 +71,7 @@ def check(code: str, store: Path) -> None:
 
 
 def test_the_examples_work_in_their_order(store: Path) -> None:
-    for language, block in BLOCKS:
-        assert language in ("sh", "python")
+    for language, block in blocks(BEFORE + AFTER):
         if language == "python" and "ray_data" not in block:
             check(block, store)
         for command in block.splitlines() if language == "sh" else ():
@@ -71,10 +79,23 @@ def test_the_examples_work_in_their_order(store: Path) -> None:
 
 
 def test_the_examples_with_ray_work(store: Path, cluster: Any) -> None:
-    examples = [block for language, block in BLOCKS if language == "python" and "ray_data" in block]
+    examples = [block for language, block in blocks(PAGE) if language == "python" and "ray_data" in block]
     assert examples
     for block in examples:
         check(block, store)
+
+
+def test_a_session_is_pulled_from_a_server(served: Served, tmp_path: Path) -> None:
+    fields = {"model": "vitrine-demo", "session_id": SESSION, "capture": {"points": ["layers.1.output"]}}
+    asked = httpx.post(f"{served.base_url}/completions", json=fields | {"prompt": "Ann has"}, timeout=60)
+    [of] = asked.raise_for_status().json()["activations_meta"]["runs"]
+    [(language, block)] = blocks(OF_SERVER)
+    assert language == "sh"
+    try:
+        run(block.replace("http://gpu-box:8000", served.root), tmp_path)
+    finally:
+        httpx.delete(f"{served.base_url}/activations/session/{SESSION}", timeout=60).raise_for_status()
+    assert read_run(tmp_path / "_" / SESSION).facts.run_id == of["run_id"]
 
 
 def test_a_point_of_a_run_lies_over_a_map_of_its_file(store: Path) -> None:
