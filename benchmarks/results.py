@@ -42,7 +42,7 @@ def _tables(section: Mapping[str, Any]) -> Iterator[str]:
         if names:
             rows = [["case", *names], ["---"] * (len(names) + 1)]
             rows += [[cell, *(_text(cells[cell][name]) for name in names)] for cell in group]
-            yield "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("floor", "roofline")
+            yield "".join(f"|{'|'.join(row)}|\n" for row in rows).replace("floor", "roofline")
         else:
             yield _text({name: section[name] for name in group}) + "\n"
 

@@ -133,7 +133,7 @@ def _checked(given: dict[str, Any]) -> Options:
         return Options.model_validate(given)
     except ValidationError as error:
         wrong = "; ".join(f"{name}: {message}" for name, message in mistakes(error))
-        raise ValueError(f"{wrong} (docs/reference.md has all options)") from None
+        raise ValueError(f"{wrong} (python -m deployments.options_table lists all options)") from None
 
 
 def _composed(options: Options) -> Application:

@@ -68,11 +68,3 @@ def test_make_demo_works_in_a_fresh_clone(tmp_path):
     load = [tmp_path / "vitrine" / ".venv" / "bin" / "python", "-c", to_load(done.stdout)]
     loaded = subprocess.run(load, env=env, capture_output=True, text=True, check=True)
     assert loaded.stdout.startswith("(")
-
-
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deployments").rglob("*.md")]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_page_holds_a_place_that_was_to_be_filled(page):
-    assert not re.search(r"^[A-Z_]{6,}$|\bTODO\b|\bTBD\b", page.read_text(), re.MULTILINE)

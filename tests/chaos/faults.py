@@ -13,7 +13,7 @@ from tests.waiting import until
 
 INGRESS = "ServeReplica:default:Ingress"
 PARTITION_S = 40
-AWAY_S = 10  # of a machine that comes back
+AWAY_S = 10  # of a machine that returns
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ FAULTS = [
     Fault("Serve's controller is killed", signalled("ServeController", signal.SIGKILL)),
     Fault("the store is killed", signalled("ActivationStore", signal.SIGKILL)),
     Fault("a node's writer is killed", signalled("NodeWriter", signal.SIGKILL)),
-    Fault("a worker is lost, and comes back", worker_away),
+    Fault("a worker is lost and returns", worker_away),
     Fault(f"a worker is off the network for {PARTITION_S} s", partition),
     Fault("a worker is drained and ends", drain),
-    Fault("the store's disk is full, the bucket away", disk_full),
+    Fault("the store's disk is full, the bucket offline", disk_full),
     Fault("another deployment under load", redeployed),
-    Fault("the head is lost, and comes back", head_away, 240),
+    Fault("the head is lost and returns", head_away, 240),
 ]

@@ -101,7 +101,7 @@ SAID = [
     "num_replicas: must be a valid integer",
     "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16'",
     "archive: a URI must not contain keys",
-    "docs/reference.md",
+    "python -m deployments.options_table",
 ]
 
 
