@@ -23,7 +23,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import vitrine
-from deployments.options_table import meanings, table
+from deployments.command_line import meanings
+from deployments.options_table import table
 
 ROOT = Path(__file__).parent
 

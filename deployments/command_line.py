@@ -1,8 +1,10 @@
-"""One form for the `--help` of every command."""
+"""One form for the `--help` of every command, and the texts of docstrings that it and tables show."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +29,10 @@ def form(text: str, example: str) -> dict[str, Any]:
     """The arguments of a parser, or of a subcommand's, for a line on what it does and an example."""
     more: dict[str, Any] = {"formatter_class": Formatter, "allow_abbrev": False}
     return more | {"description": text, "epilog": f"example:\n  {example}"}
+
+
+def meanings(described: Any, section: str = "Attributes") -> dict[str, str]:
+    """What a section of a docstring says of each name, on one line."""
+    text = (inspect.getdoc(described) or "").partition(f"{section}:\n")[2].partition("\n\n")[0]
+    parts = re.findall(r"^    (\S+): (.*(?:\n        .*)*)", text, re.MULTILINE)
+    return {name: " ".join(meaning.split()).replace("|", "\\|") for name, meaning in parts}

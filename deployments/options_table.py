@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from deployments.command_line import meanings
 from deployments.options import Options, home
 
 # Each group's title, by its first option.
@@ -33,13 +32,6 @@ def table() -> str:
             lines.append(f"\n### {GROUPS[name]}\n\n| option | type | default | meaning |\n|---|---|---|---|")
         lines.append(f"| `{name}` | {_type(field)} | {_default(field)} | {texts[name]} |")
     return "\n".join(lines).lstrip() + "\n"
-
-
-def meanings(described: Any, section: str = "Attributes") -> dict[str, str]:
-    """What a section of a docstring says of each name, on one line."""
-    text = (inspect.getdoc(described) or "").partition(f"{section}:\n")[2].partition("\n\n")[0]
-    parts = re.findall(r"^    (\S+): (.*(?:\n        .*)*)", text, re.MULTILINE)
-    return {name: " ".join(meaning.split()).replace("|", "\\|") for name, meaning in parts}
 
 
 def _type(field: FieldInfo) -> str:

@@ -57,37 +57,37 @@ class Config(BaseModel):
     """The options of an evaluation, under `config` in config.json.
 
     Attributes:
-        base_url: The server's OpenAI root, ending in `/v1`.
-        model: The model's id; by default the first that the server lists.
-        dataset: `demo`, a file of problems, or `openai/gsm8k`.
-        samples: How many problems to ask; by default all.
-        seed: Chooses problems, and the seed of each sampled response.
-        epochs: Answers to each problem in each condition.
-        mode: `no-tools`, `with-tools` or `both`.
-        variants: The text before the question, by the variant's name.
-        few_shot: How many worked examples to show, or a file of them.
-        system: The system prompt.
-        parallel: Requests in flight.
-        max_tokens: The most new tokens of a turn.
-        temperature: The sampling temperature; by default the model's own.
-        extra_body: Further fields of each request.
-        interventions: Interventions of the steered conditions.
-        sweep: Layers and scales of the interventions.
-        timeout: Seconds for one attempt of a request.
-        max_outage: Seconds to wait for a server that is offline.
-        rule: The scoring rule.
-        rewards: Weights, by the reward's name.
-        collect_activations: Whether requests store activations.
-        capture: The request field `capture`.
-        transfer_activations: Whether to copy stored activations into the results directory.
-        inline_activations: How many values of each point each sample contains.
-        session_id: The session of the stored runs.
-        results_dir: The results directory.
-        resume: Whether to continue the evaluation in `results_dir`.
-        serve: The model to start a server for.
-        server_options: Options of that server.
-        keep_running: Whether that server outlives the evaluation.
-        stages: The stages to run: `deploy`, `generate`, `report`.
+        base_url: OpenAI root of the server, ending in /v1; with --serve, port 0 chooses a free one
+        model: id of the served model (default: the server's first)
+        dataset: demo, a GSM8K .jsonl or .parquet file, or openai/gsm8k
+        samples: number of problems (default: all)
+        seed: seed for choosing problems and sampling tokens (default: the first problems)
+        epochs: completions of each problem in each evaluation condition
+        mode: with or without the calculator
+        variants: prompt variants, comma-separated, or a YAML file of texts by name (default: control)
+        few_shot: worked examples before each question: their number, or a file of them
+        system: system prompt
+        parallel: maximum requests at the same time
+        max_tokens: maximum tokens of one completion
+        temperature: 0 is greedy (default: the model's own, else 0)
+        extra_body: further fields of each request
+        interventions: YAML or JSON file of interventions; each prompt variant runs without and with them
+        sweep: scales and layers of the interventions, such as scale=-4,0,4 layer=8,12
+        timeout: seconds for one attempt of a request
+        max_outage: seconds to wait for a server that is offline
+        rule: scoring rule
+        rewards: weights of the rewards, by name
+        collect_activations: record activations, by default at the points that the server chooses
+        capture: JSON of the request field capture, such as {"points": ["layers.8.output"]}
+        transfer_activations: copy the recorded activations to the results directory
+        inline_activations: values of each recorded point in each sample's record
+        session_id: session of the stored runs
+        results_dir: directory of the results (default: ./results/gsm8k-<time>)
+        resume: continue the evaluation in --results-dir: repeat missing, failed and unstored samples
+        serve: serve this model at the base URL for the evaluation
+        server_options: options of the server that `serve` starts
+        keep_running: leave the server of --serve running
+        stages: stages to run, from deploy,generate,report (default: all)
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

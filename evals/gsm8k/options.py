@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from deployments.command_line import parser
+from deployments.command_line import meanings, parser
 from deployments.options import home
 from evals.config import HUB_DATASET, STAGES, Config, EvalError, in_order, in_ray_job
 from evals.results.results import read_json
@@ -20,31 +20,31 @@ OF_ONE_CALL = {"resume", "keep_running", "stages"}  # what no later call on the 
 # What PyYAML raises for a scalar that is not of its tag, as `!!int x` or the 31st of February.
 OF_SCALARS = (ValueError, LookupError, AttributeError, TypeError)
 
-# The options by name: what `--help` says, and the type or the choices; a list is of several words.
-OPTIONS: dict[str, tuple[str, type | Sequence[str]]] = {
-    "base_url": ("OpenAI root of the server, ending in /v1; with --serve, port 0 chooses a free one", str),
-    "model": ("id of the served model (default: the server's first)", str),
-    "serve": ("serve this model at the base URL for the evaluation", str),
-    "keep_running": ("leave the server of --serve running", bool),
-    "dataset": (f"demo, a GSM8K .jsonl or .parquet file, or {HUB_DATASET}", str),
-    "samples": ("number of problems (default: all)", int),
-    "seed": ("seed for choosing problems and sampling tokens (default: the first problems)", int),
-    "mode": ("with or without the calculator", ["no-tools", "with-tools", "both"]),
-    "variants": ("prompt variants, comma-separated, or a YAML file of texts by name (default: control)", str),
-    "few_shot": ("worked examples before each question: their number, or a file of them", str),
-    "epochs": ("completions of each problem in each evaluation condition", int),
-    "parallel": ("maximum requests at the same time", int),
-    "max_tokens": ("maximum tokens of one completion", int),
-    "temperature": ("0 is greedy (default: the model's own, else 0)", float),
-    "interventions": ("YAML or JSON file of interventions; each prompt variant runs without and with them", str),
-    "sweep": ("scales and layers of the interventions, such as scale=-4,0,4 layer=8,12", list),
-    "collect_activations": ("record activations, by default at the points that the server chooses", bool),
-    "capture": ('JSON of the request field capture, such as {"points": ["layers.8.output"]}', str),
-    "transfer_activations": ("copy the recorded activations to the results directory", bool),
-    "inline_activations": ("values of each recorded point in each sample's record", int),
-    "results_dir": ("directory of the results (default: ./results/gsm8k-<time>)", str),
-    "resume": ("continue the evaluation in --results-dir: repeat missing, failed and unstored samples", bool),
-    "stages": (f"stages to run, from {','.join(STAGES)} (default: all)", str),
+# The flags, and the type or the choices of each; a list is of several words. `Config` describes them.
+OPTIONS: dict[str, type | Sequence[str]] = {
+    "base_url": str,
+    "model": str,
+    "serve": str,
+    "keep_running": bool,
+    "dataset": str,
+    "samples": int,
+    "seed": int,
+    "mode": ["no-tools", "with-tools", "both"],
+    "variants": str,
+    "few_shot": str,
+    "epochs": int,
+    "parallel": int,
+    "max_tokens": int,
+    "temperature": float,
+    "interventions": str,
+    "sweep": list,
+    "collect_activations": bool,
+    "capture": str,
+    "transfer_activations": bool,
+    "inline_activations": int,
+    "results_dir": str,
+    "resume": bool,
+    "stages": str,
 }
 # Each group's title, by its first option.
 GROUPS = {"base_url": "server", "dataset": "problems and prompts", "epochs": "generation"}
@@ -173,7 +173,9 @@ def command() -> argparse.ArgumentParser:
     made = parser("evals.gsm8k", text, example, usage="%(prog)s [options]")
     text = f"YAML file of options, such as max_tokens: 256; flags override it. Only there: {', '.join(FURTHER)}"
     made.add_argument("--config", metavar="FILE", help=text)
-    for name, (text, kind) in OPTIONS.items():
+    texts = meanings(Config)
+    for name, kind in OPTIONS.items():
+        text = texts[name]
         if name in GROUPS:
             add = made.add_argument_group(GROUPS[name]).add_argument
         if kind is bool:
