@@ -24,9 +24,12 @@ def check_uri(uri: str) -> str:
     """Return a URI of object storage that holds no key.
 
     Raises:
-        ValueError: It may hold one; the message says where keys belong, and does not repeat the URI.
+        ValueError: It may hold one, or its bucket is a placeholder; the message says what to write, and does not repeat
+            the URI.
     """
     url = urlsplit(uri)
+    if "<" in url.netloc:
+        raise ValueError(f"write the name of your bucket instead of {url.netloc}")
     name, _, host = url.netloc.rpartition("@")
     settings = parse_qsl(url.query, keep_blank_values=True)
     if (

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import jsonschema
+import pytest
 import ray.autoscaler
 import yaml
 from ray.dashboard.modules.metrics import dashboards
@@ -23,8 +24,10 @@ from serve_app.backend.served_model import DESCRIBE_S, GRACE_S
 
 ROOT = Path(__file__).parent.parent
 CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-SERVE = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-SERVICE, *_ = yaml.safe_load_all((ROOT / "ops" / "rayservice.yaml").read_text())
+AS_SHIPPED = (ROOT / "serve_config.yaml").read_text()
+SERVE = yaml.safe_load(AS_SHIPPED.replace("<your-bucket>", "my-bucket"))
+KUBERNETES = (ROOT / "ops" / "rayservice.yaml").read_text()
+SERVICE, *OTHERS = yaml.safe_load_all(KUBERNETES.replace("<your-bucket>", "my-bucket"))
 PODS = SERVICE["spec"]["rayClusterConfig"]
 EACH_POD = [group["template"]["spec"] for group in (PODS["headGroupSpec"], *PODS["workerGroupSpecs"])]
 IMAGE = (ROOT / "ops" / "Dockerfile").read_text()
@@ -101,6 +104,22 @@ def test_every_file_names_the_same_image_with_the_locked_ray():
     assert PODS["rayVersion"] == version
     images = {pod["containers"][0]["image"] for pod in EACH_POD}
     assert images == {CLUSTER["docker"]["image"]} == set(re.findall(r"docker build .* -t (\S+)", IMAGE))
+
+
+def test_what_an_operator_must_replace_belongs_to_nobody():
+    assert CLUSTER["docker"]["image"].partition("/")[0].endswith(".invalid")  # RFC 2606: it never resolves
+    with pytest.raises(ValueError, match="your bucket instead of <your-bucket>"):
+        Options.model_validate(yaml.safe_load(AS_SHIPPED)["applications"][0]["args"])
+    assert "my-" not in AS_SHIPPED + KUBERNETES + IMAGE
+
+
+def test_containers_run_without_root_and_cannot_get_it():
+    assert re.findall(r"^USER (\S+)$", IMAGE, re.MULTILINE)[-1] == "1000:100"
+    assert IMAGE.index("rm /usr/bin/sudo") > IMAGE.rindex("sudo apt-get")
+    (redis,) = [part["spec"]["template"]["spec"] for part in OTHERS if part["kind"] == "StatefulSet"]
+    for pod in (*EACH_POD, redis):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert [one["securityContext"]["allowPrivilegeEscalation"] for one in pod["containers"]] == [False]
 
 
 def test_alerts_and_dashboard_use_metrics_that_are_there():
