@@ -79,6 +79,7 @@ class CodeJob:
         env: Settings of the model: its attention implementation, a PEFT adapter.
         key: How the client names the model.
         stream: Whether a socket receives its updates.
+        owner: The sender; None without API keys.
     """
 
     id: str
@@ -87,6 +88,7 @@ class CodeJob:
     env: dict[str, Any]
     key: ModelKey
     stream: bool
+    owner: str | None = None
 
 
 @dataclass(frozen=True)

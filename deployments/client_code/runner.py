@@ -22,6 +22,7 @@ from deployments.errors import LoadError, RequestError
 from deployments.exposure import is_loopback
 from deployments.model.model import Model, import_nnsight
 from deployments.options import Options
+from deployments.turns import Turns
 
 import_nnsight()  # modules imported above import nnsight, which gives all objects a `.save`; this call removes it
 
@@ -29,7 +30,7 @@ logger = logging.getLogger("ray.serve")
 
 LOG_BYTES = 1 << 20  # that a job may print
 RESULT_SHARE = 16  # a result may have this part of a job's memory
-MOST_WAITING = 32  # jobs of a replica
+MOST_WAITING = 8  # jobs of an owner at a replica
 STREAMED_BYTES = 1 << 20  # a result up to this size is sent with its message; a larger one is fetched
 HEARTBEAT_S = 1.0  # between heartbeats to the board, which answers whether a client waits
 LOST_S = 30.0  # without the board's answer after which no client is assumed to wait
@@ -94,28 +95,22 @@ class CodeRunner:
         self._processes = JobProcesses(model)
         self._board = board
         self._limits = limits
-        self._waiting = 0
-        self._turn = asyncio.Lock()
+        self._turns = Turns("jobs", MOST_WAITING)
 
     async def run(self, job: CodeJob) -> None:
         """Run a job to its end and send its updates to the board; the caller need not wait.
 
         Raises:
-            RequestError: It needs another revision or the repository's own code, or too many jobs wait.
+            RequestError: It needs another revision or the repository's own code, or too many of its owner's jobs wait.
         """
         self._check(job)
-        if self._waiting > MOST_WAITING:
-            raise RequestError(f"{self._waiting} jobs are waiting already: try again later", None, "server_busy", 429)
-        self._waiting += 1
-        try:
+        with self._turns.place(job.owner):
             async with _alive(self._board, job) as gone:
-                await self._send(Update(job.id, "QUEUED", f"{self._waiting - 1} jobs before it"))
-                async with _turn(self._turn, gone) as comes:
+                await self._send(Update(job.id, "QUEUED", f"{self._turns.held.total() - 1} jobs wait or run"))
+                async with _turn(self._turns, job.owner, gone) as comes:
                     if comes:
                         await self._send(Update(job.id, "DISPATCHED"))
                         await self._run(job, gone)
-        finally:
-            self._waiting -= 1
 
     def _check(self, job: CodeJob) -> None:
         served = self._options.revision
@@ -226,9 +221,9 @@ class CodeRunner:
 
 
 @contextlib.asynccontextmanager
-async def _turn(lock: asyncio.Lock, gone: asyncio.Event) -> AsyncIterator[bool]:
-    """Wait for a turn, or until no client waits for the job; yields whether the turn came."""
-    waiting = [asyncio.ensure_future(lock.acquire()), asyncio.ensure_future(gone.wait())]
+async def _turn(turns: Turns, owner: str | None, gone: asyncio.Event) -> AsyncIterator[bool]:
+    """Wait for an owner's turn, or until no client waits for the job; yields whether the turn came."""
+    waiting = [asyncio.ensure_future(turns.acquire(owner)), asyncio.ensure_future(gone.wait())]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         yield not gone.is_set()
@@ -236,8 +231,8 @@ async def _turn(lock: asyncio.Lock, gone: asyncio.Event) -> AsyncIterator[bool]:
         for task in waiting:
             task.cancel()
         acquired, _ = await asyncio.gather(*waiting, return_exceptions=True)
-        if acquired is True:
-            lock.release()
+        if acquired is None:
+            turns.release()
 
 
 @contextlib.asynccontextmanager

@@ -48,7 +48,7 @@ class CodeJobs:
         """
         model = await self._models.of_repository(key.repo_id, str(env.get("peft") or ""))
         job_id: str = await _from_board(self._board.open.remote(listener or None, owner))
-        job = CodeJob(job_id, block, compress, env, key, bool(listener))
+        job = CodeJob(job_id, block, compress, env, key, bool(listener), owner)
         task = asyncio.ensure_future(self._run(model, job))
         self._sent.add(task)
         task.add_done_callback(self._sent.discard)

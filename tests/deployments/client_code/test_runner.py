@@ -90,7 +90,7 @@ def sandbox():
 def runner(shared, board, sandbox, forked_hosts):
     made = CodeRunner(Options(), JobModel(shared.shared, shared.tokenizer, sandbox), board, LIMITS)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("deployments.client_code.runner.MOST_WAITING", 2)
+        patched.setattr("deployments.turns.MOST_WITHOUT_KEYS", 2)
         yield made
     made.close()
 
@@ -152,7 +152,7 @@ def test_a_job_whose_client_leaves_makes_room_at_once_running_or_waiting(runner,
         jobs = [await sent(board, looping, listener) for _ in range(3)]
         running = [asyncio.ensure_future(runner.run(job)) for job in jobs]
         await begins(board, jobs[0])
-        with pytest.raises(RequestError, match="3 jobs are waiting already") as refused:
+        with pytest.raises(RequestError, match="2 of your jobs wait already") as refused:
             await runner.run(await sent(board, reading))
         assert refused.value.status == 429
         await board.board.leave(listener)
