@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
 from deployments.accounts import Account
@@ -20,27 +20,36 @@ class KeptResponse(NamedTuple):
     body: bytes
     messages: bytes
 
+    @property
+    def size(self) -> int:
+        """The bytes that it counts as: at least so many that there is no room for more than `MOST`."""
+        return max(MOST_BYTES // MOST, len(self.body) + len(self.messages))
+
 
 class KeptResponses:
-    """The responses of all owners; of too many, the least recently used leave first."""
+    """The responses of all owners; of too many, the least recently used of the owner with the most bytes leave."""
 
     def __init__(self) -> None:
         self._kept = OrderedDict[str, KeptResponse]()
-        self._bytes = 0
+        self._bytes = Counter[str | None]()  # by owner
 
     def keep(self, owner: str | None, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         """Keep a response with its conversation."""
         kept = KeptResponse(owner, json.dumps(response).encode(), json.dumps(messages).encode())
         self._kept[response["id"]] = kept
-        self._bytes += len(kept.body) + len(kept.messages)
-        while len(self._kept) > MOST or self._bytes > MOST_BYTES:
-            self._remove(next(iter(self._kept)))
+        self._bytes[owner] += kept.size
+        while self._bytes.total() > MOST_BYTES:
+            [(most, _)] = self._bytes.most_common(1)
+            self._remove(next(name for name, one in self._kept.items() if one.owner == most))
 
     def get(self, account: Account, response_id: str, field: str = "response_id", status: int = 404) -> KeptResponse:
         """A response; ApiError with this field and status if none is kept or it is another owner's."""
         kept = self._kept.get(response_id)
         if kept is None or not account.may_change(kept.owner):
-            message = f"there is no response {response_id[:128]!r}; the server may have removed it for newer ones"
+            message = (
+                f"there is no response {response_id[:128]!r}: responses are only in the server's memory, until newer "
+                "ones need their room or the server restarts; send the whole conversation as input"
+            )
             raise ApiError(status, message, field, f"{field.removesuffix('_id')}_not_found")
         self._kept.move_to_end(response_id)
         return kept
@@ -52,4 +61,4 @@ class KeptResponses:
 
     def _remove(self, response_id: str) -> None:
         kept = self._kept.pop(response_id)
-        self._bytes -= len(kept.body) + len(kept.messages)
+        self._bytes[kept.owner] -= kept.size

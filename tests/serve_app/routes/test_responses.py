@@ -199,24 +199,25 @@ def test_an_empty_answer_is_a_message_so_that_templates_take_the_next_question()
     assert messages_of(said[0]["output"]) == [{"role": "assistant", "content": ""}]
 
 
-def test_few_responses_are_kept_and_the_oldest_leave(monkeypatch):
+def test_few_responses_are_kept_and_the_oldest_of_the_owner_with_most_leave(monkeypatch):
     kept = KeptResponses()
 
-    def hold(*names, text=""):
+    def hold(owner, *names, text=""):
         for name in names:
-            kept.keep(None, {"id": name}, [{"role": "user", "content": text}])
+            kept.keep(owner, {"id": name}, [{"role": "user", "content": text}])
 
     def is_gone(name):
-        with pytest.raises(ApiError, match=name):
+        with pytest.raises(ApiError, match=f"{name}.*restarts"):
             kept.get(Account(), name)
 
-    monkeypatch.setattr(kept_responses, "MOST", 2)
-    hold("first", "second")
+    monkeypatch.setattr(kept_responses, "MOST", 3)
+    monkeypatch.setattr(kept_responses, "MOST_BYTES", 3000)
+    hold("bob", "bobs")
+    hold("ann", "first", "second")
     kept.get(Account(), "first")
-    hold("third")
+    hold("ann", "third")
     is_gone("second")
-    kept.get(Account(), "first")
-    monkeypatch.setattr(kept_responses, "MOST_BYTES", 1000)
-    hold("large", text="x" * 920)
-    is_gone("first")
-    kept.get(Account(), "large")
+    hold("ann", "large", text="x" * 1800)
+    for name in ("first", "third"):
+        is_gone(name)
+    kept.get(Account("bob"), "bobs")
