@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from urllib.parse import urlsplit
 Format = Literal["pt", "safetensors", "npz", "parquet", "hf"]  # of exports
 NO_OWNER = "_"  # the directory of sessions without an owner; no owner's name is that
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+logger = logging.getLogger(__name__)
 
 
 class StoreError(Exception):
@@ -39,11 +43,13 @@ _ADVICE = {
 
 
 def explain(root: object, error: Exception) -> StoreError:
-    """The StoreError for an error below `root`, with what to do."""
+    """The StoreError for an error below `root`, with what to do. Only the log has paths: clients read the message."""
+    logger.error("%s: %s", root, error)
     advice = _ADVICE.get(
         getattr(error, "errno", None) or 0, "check that it can be reached and written, then send the request again"
     )
-    return StoreError(f"The activation store at {root} failed ({error}): {advice}.")
+    reason = getattr(error, "strerror", None) or error
+    return StoreError(f"The activation store failed ({reason}): {advice}.")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from deployments.errors import RequestError
 from deployments.points.token_choices import TokenChoice
 
 _T = TypeVar("_T")
+logger = logging.getLogger(__name__)
 _MOST_WAITING = 64  # requests for bytes of files that are not answered yet
 
 
@@ -84,7 +86,7 @@ class ActivationReader:
             try:
                 return read_rows(path, entry, points, tokens, most)
             except FileNotFoundError as error:
-                uri = entry.uri if entry.archived else path.as_uri()
+                uri = entry.uri if entry.archived else path.name
                 raise _gone(uri, entry.archived, "from.run_id") from error
 
         return await self._ask(self._rows_pool, found)
@@ -117,7 +119,7 @@ class ActivationReader:
                 with (self._root / file.path).open("rb") as opened:
                     return FilePart(os.pread(opened.fileno(), max(0, until - first), first), first, file.bytes)
             except FileNotFoundError as error:
-                raise _gone(uri, False) from error
+                raise _gone(name, False) from error
 
         if self._waiting >= _MOST_WAITING:
             raise RequestError("too many requests wait for bytes of files; try again", None, "server_busy", 429)
@@ -136,8 +138,9 @@ class ActivationReader:
         except OSError as error:
             raise explain(self._root, error) from error
         except DamagedError as error:
+            logger.error("a file of stored runs is damaged: %s", error)
             what = "`python -m deployments.activations verify` says what of it can be read"
-            raise StoreError(f"a file of stored runs is damaged, {error}: {what}") from error
+            raise StoreError(f"a file of stored runs is damaged: {what}") from error
 
 
 def _own(filter: Filter, account: Account) -> Filter:
