@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -37,7 +36,6 @@ class Answer:
         self._per_prompt = per_prompt
         self._returned = returned or per_prompt
         self._ended: dict[int, End] = {}
-        self._pieces = Counter[int]()  # by choice
         self._head = {
             "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{job_id}",
             "object": "",
@@ -100,15 +98,14 @@ class Answer:
             raise ApiError.of(message)
         if isinstance(message, End):
             self._ended[message.index] = message
-        else:
-            self._pieces[message.index] += 1
 
     @property
     def spent(self) -> tuple[int, int]:
-        """The tokens of prompts, each counted once, and of answers; of a choice that did not end, the events sent."""
-        prompts = {index // self._per_prompt: end.prompt_tokens for index, end in self._ended.items()}
-        cut = sum(count for index, count in self._pieces.items() if index not in self._ended)
-        return sum(prompts.values()), cut + sum(end.completion_tokens for end in self._ended.values())
+        """The tokens of prompts, each counted once, and of answers; of an answer that was cut, the replica counts."""
+        if len(self._ended) < self._sequences:
+            return 0, 0
+        usage = self._usage()
+        return usage["prompt_tokens"], usage["completion_tokens"]
 
     def _prompt_ids(self, message: Message) -> dict[str, Any]:
         """A chat's field with its prompt's token ids, if requested."""

@@ -27,7 +27,8 @@ from serve_app.backend.backend import Backend
 from serve_app.http.errors import install
 from serve_app.http.guard import BEARER, Guard
 from serve_app.http.keys import Keys
-from serve_app.http.middleware import Limits
+from serve_app.http.middleware import MOST_JOB, Limits
+from serve_app.http.uploads import Uploads
 from serve_app.kept_responses import KeptResponses
 from serve_app.openapi import OpenApiApp, errors
 from serve_app.routes.activations import activations
@@ -93,6 +94,10 @@ class Ingress:
         gc.freeze()
         return build_api(self._backend, self._options, self._keys, self._usage)
 
+    async def charge(self, owner: str | None, prompt_tokens: int, completion_tokens: int) -> None:
+        """Called by a replica for tokens that no answer contains, such as those of a client that disconnected."""
+        self._usage.charge(owner, prompt_tokens, completion_tokens, requests=0)
+
     async def __del__(self) -> None:
         """Called by Serve after the last request, with the rest of the time for stopping; the process ends then."""
         backend: Backend | None = getattr(self, "_backend", None)  # missing if the constructor failed
@@ -122,6 +127,7 @@ def build_api(backend: Backend, options: Options, keys: Keys, usage: Usage | Non
     api.state.backend = backend
     api.state.usage = usage or Usage(options, None)
     api.state.responses = KeptResponses()
+    api.state.uploads = Uploads(max(options.max_readout_file_bytes, MOST_JOB))
     # The middleware added last runs first.
     api.add_middleware(Guard, options=options, keys=keys)
     api.add_middleware(Limits, options=options)

@@ -104,6 +104,9 @@ DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
 _TENSORS: dict[str, Any] = {"id": "tensor-5f2b0a71c3d94e6688f1a2b3c4d5e6f7", "bytes": 848, "created": WHEN}
 _TENSORS |= {"tensors": {"formal": {"shape": [192], "dtype": "float32"}}}
 TENSORS, TENSOR_FILES = answers(_TENSORS), _listed(_TENSORS)
+TENSOR_BODY = {
+    "requestBody": {"required": True, "content": {BYTES: {"schema": {"type": "string", "format": "binary"}}}}
+}
 TENSOR_FILE = _file(BYTES, "a safetensors file")
 TENSORS_DELETED = answers({"id": _TENSORS["id"], "object": "tensors", "deleted": True})
 

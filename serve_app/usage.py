@@ -68,12 +68,12 @@ class Usage:
             buckets["requests"].take(1)
         return _headers(buckets)
 
-    def charge(self, owner: str | None, prompt_tokens: int, completion_tokens: int) -> None:
-        """Count a request that has ended."""
+    def charge(self, owner: str | None, prompt_tokens: int, completion_tokens: int, requests: int = 1) -> None:
+        """Count a request that has ended, or tokens of one that was counted."""
         if bucket := self._buckets[owner].get("tokens"):
             bucket.take(prompt_tokens + completion_tokens)
         counts = self._counts[f"{datetime.now(UTC):%Y-%m-%d}", owner or ""]
-        counts.update(requests=1, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+        counts.update(requests=requests, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
         if self._sending is None:
             self._sending = asyncio.ensure_future(self._send_soon())
 

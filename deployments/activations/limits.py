@@ -50,6 +50,6 @@ def write_limits(root: Path, limits: Retention) -> None:
     """Keep limits for a store that starts again. A full disk is logged."""
     try:
         with explained(root):
-            write(root, ".", LIMITS, json.dumps(asdict(limits)).encode())
+            write(root, ".", LIMITS, [json.dumps(asdict(limits)).encode()])
     except StoreError:
         logger.exception("the limits of %s are not kept: they hold until the store starts again", root)

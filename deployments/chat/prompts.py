@@ -138,8 +138,11 @@ class Prompts:
         """The text of tokens, in the form of the answer of `/detokenize`; with `strings`, also each token's own text.
 
         Raises:
-            RequestError: One is not a token id.
+            RequestError: One is not a token id, or they are more than the context has.
         """
+        if len(tokens) > self._model.context:
+            message = f"{len(tokens)} tokens, but the context has {self._model.context}"
+            raise RequestError(message, "tokens", "context_length_exceeded")
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocabulary):
             raise RequestError(f"token ids go from 0 to {self._model.vocabulary - 1}", "tokens")
         texts = {"token_texts": [self._token_texts.of(token).text for token in tokens]} if strings else {}

@@ -6,11 +6,12 @@ A name that a client sends is looked up among the names of known files. It never
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -82,13 +83,11 @@ class ClientFiles(ABC):
         """A file's id, and the fields that answers have of it."""
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
-        """Up to `limit` files that the account may read in the order of their names, after the name `after`."""
+        """Up to `limit` files, one for each name that `_find` finds, in the order of their names after `after`."""
         with self._lock:
-            files = [file for file in self._files.values() if account.may_change(file.owner)]
-        files.sort(key=lambda file: (file.owner == account.owner, file.owner is None))
-        seen = {file.name: file for file in files}  # their own of a name, else the one without an owner
-        names = sorted(name for name in seen if after is None or name > after)
-        return [seen[name].as_json(account) for name in names[:limit]]
+            names = sorted({name for name, _ in self._files if after is None or name > after})
+        found = (file for name in names if (file := self._find(name, account)))
+        return [file.as_json(account) for file in itertools.islice(found, limit)]
 
     def get(self, name: str, account: Account = OPERATOR) -> dict[str, Any] | None:
         """What a file is; None if there is none."""
@@ -99,6 +98,8 @@ class ClientFiles(ABC):
         """A file, or its bytes from `first` to `end`; None if there is none."""
         if (file := self._find(name, account)) is None:
             return None
+        if first >= file.bytes:  # a disk refuses to seek far after the end
+            return b""
         with explained(self._root), contextlib.suppress(FileNotFoundError), self._path(file).open("rb") as opened:
             opened.seek(first)
             return opened.read(-1 if end is None else end - first)
@@ -106,16 +107,15 @@ class ClientFiles(ABC):
 
     def delete(self, name: str, account: Account = OPERATOR) -> bool:
         """Delete a file: true when it is gone, false if there was none that the account may change."""
-        file = self._find(name, account)
-        if file is None or not account.may_change(file.owner):
+        if (file := self._find(name, account)) is None:
             return False
         remove(self._root, self.folder, file.file_name)
         with self._lock:
             del self._files[file.name, file.owner]
         return True
 
-    def keep(self, new: ClientFile, data: bytes, most: int, account: Account) -> dict[str, Any]:
-        """Write a file, durable when it returns; the same one again is left as it is.
+    def keep(self, new: ClientFile, pieces: Iterable[bytes], most: int, account: Account) -> dict[str, Any]:
+        """Write a file of about `new.bytes`, durable when it returns; the same one again is left as it is.
 
         RequestError if its name is taken, or files would take more than `most` bytes.
         """
@@ -128,12 +128,15 @@ class ClientFiles(ABC):
             message = f"there is a {self.noun} {new.name!r} already: delete it first, or choose another name"
             raise RequestError(message, "spec.name", f"{self.noun}_exists")
         others = [file for place, file in self._files.items() if place != key]
-        if (used := sum(file.bytes for file in others)) + new.bytes > most or len(others) >= self.most_files:
-            room = f"there is room for {self.most_files} of {most} bytes together"
+        own = [file for file in others if file.owner == new.owner is not None]  # leaves other owners as much as it has
+        used, most_files = sum(file.bytes for file in others), self.most_files - len(own)
+        if used + new.bytes > most - sum(file.bytes for file in own) or len(others) >= most_files:
+            room = f"there is room for {self.most_files} of {most} bytes together, half of it for one owner"
             message = f"{len(others)} {self.kind} take {used} bytes, and {room}: delete some before you {self.verb} one"
             raise RequestError(f"{message} of {new.bytes} bytes", None, self.full)
         with explained(self._root):
-            new = new._replace(created=write(self._root, self.folder, new.file_name, data))
+            state = write(self._root, self.folder, new.file_name, pieces)
+        new = new._replace(bytes=state.st_size, created=state.st_mtime)
         with self._lock:
             self._files[key] = new
         return new.as_json(account)
@@ -142,12 +145,18 @@ class ClientFiles(ABC):
         return self._root / self.folder / file.file_name
 
     def _find(self, name: str, account: Account) -> ClientFile | None:
-        """Their own of a name, else the one without an owner; to an admin, else anybody's."""
+        """Their own of a name, else the one without an owner, also for an admin: a name means nobody else's file."""
         with self._lock:
-            own = [file for owner in (account.owner, None) if (file := self._files.get((name, owner)))]
-            if account.is_admin and not own:
-                own = [file for (called, _), file in self._files.items() if called == name]
-        return next((file for file in own if account.may_change(file.owner)), None)
+            found = [file for owner in (account.owner, None) if (file := self._files.get((name, owner)))]
+        return next((file for file in found if account.may_change(file.owner)), None)
+
+
+def pieces_of(path: Path, first: int = 0) -> Iterator[bytes]:
+    """A file's bytes from `first` on, a MiB at a time."""
+    with path.open("rb") as file:
+        file.seek(first)
+        while piece := file.read(1 << 20):
+            yield piece
 
 
 def remove(root: Path, folder: str, name: str) -> None:

@@ -23,7 +23,8 @@ from deployments.errors import RequestError
 
 MAX_PRESETS = 1024  # of one owner
 MAX_BYTES = 1 << 20  # of one
-FOLDER = ".presets"
+MAX_OWN_BYTES = 16 << 20  # of all of one owner, which the store holds in memory
+FOLDER, FULL = ".presets", "preset_store_full"
 _FILE = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})(?:@([A-Za-z0-9_.-]+))?\.json")
 
 logger = logging.getLogger(__name__)
@@ -105,17 +106,19 @@ class StoredPresets:
             message = f"{size} bytes, and a preset has {MAX_BYTES} at most: send vectors as tensor files"
             raise RequestError(message, None, "preset_too_large", 413)
         own = {kept.name: kept for kept in self._stored() if kept.owner == account.owner}
-        if len(own.keys() - {new.name}) >= MAX_PRESETS:
-            raise RequestError(f"there are {MAX_PRESETS} presets: delete some", None, "preset_store_full")
+        others = [len(kept.body) for kept in own.values() if kept.name != new.name]
+        if len(others) >= MAX_PRESETS or sum(others) + len(new.body) > MAX_OWN_BYTES:
+            room = f"there is room for {MAX_PRESETS} of {MAX_OWN_BYTES} bytes together"
+            raise RequestError(f"{len(others)} presets take {sum(others)} bytes, and {room}: delete some", None, FULL)
         is_news = new.is_default or (new.name in own and own[new.name].is_default)
         if is_news and not account.is_admin:
             raise _defaults_are_admins()
         with explained(self._root):
-            write(self._root, FOLDER, new.file_name, new.as_file)
+            write(self._root, FOLDER, new.file_name, [new.as_file])
             last = self._take(new)
             self._renew_version(is_news)
             for other in last:
-                write(self._root, FOLDER, other.file_name, other.as_file)
+                write(self._root, FOLDER, other.file_name, [other.as_file])
         return new.as_json(account)
 
     def get(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
@@ -124,11 +127,11 @@ class StoredPresets:
         return kept.as_json(account) if kept else None
 
     def find(self, name: str, account: Account, owner: str | None = None) -> StoredPreset | None:
-        """A preset: their own, else one without an owner, else a default; an admin may name its `owner`."""
+        """A preset: their own, else one without an owner, else a default; an admin may name an `owner`, "" for none."""
         of_name = [preset for preset in self._stored() if preset.name == name]
         by_owner = {preset.owner: preset for preset in of_name}
         if owner is not None:
-            return by_owner.get(owner) if account.may_change(owner) else None
+            return by_owner.get(owner or None) if account.may_change(owner or None) else None
         for own in (account.owner, None):
             if own in by_owner and (own == account.owner or account.may_change(own)):
                 return by_owner[own]
@@ -143,9 +146,14 @@ class StoredPresets:
         return version, {preset.model: preset for preset in self._stored() if preset.is_default and preset.model}
 
     def delete(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
-        """Delete a preset, found as by `find`; false if the account may change none. Defaults are admins'."""
+        """Delete a preset, found as by `find`; false if the account may change none. Defaults are admins'.
+
+        Another admin's default is deleted only if its `owner` is named.
+        """
         kept = self.find(name, account, owner)
         if kept is None or not account.may_change(kept.owner):
+            return False
+        if owner is None and kept.owner not in (None, account.owner):
             return False
         if kept.is_default and not account.is_admin:
             raise _defaults_are_admins()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, deserialize, safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 
 from deployments.accounts import OPERATOR, Account
-from deployments.client_data.files import ClientFile, ClientFiles
+from deployments.client_data.files import ClientFile, ClientFiles, pieces_of
 from deployments.errors import RequestError
 from deployments.points.names import dtype_name
 
@@ -35,31 +35,52 @@ class TensorFiles(ClientFiles):
             types = {name: _type(name, part.get_shape(), part.get_dtype()) for name, part in slices.items()}
         return path.name.partition(".")[0].partition("@")[0], {"tensors": types}
 
-    def put(self, data: bytes, most: int, account: Account = OPERATOR) -> dict[str, Any]:
-        """Keep a file, as `keep`; RequestError if it may not be kept."""
-        about, owner = {"tensors": check(data)}, account.owner
-        digest = hashlib.sha256(data)
+    def put(self, path: Path, most: int, account: Account = OPERATOR) -> dict[str, Any]:
+        """Keep a copy of a file, as `keep`; RequestError if it may not be kept."""
+        about, owner = {"tensors": check(path)}, account.owner
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
         if owner is not None:
             digest.update(f"@{owner}".encode())
         id = f"tensor-{digest.hexdigest()[:32]}"
-        return self.keep(ClientFile(id, owner, id, len(data), 0.0, about), data, most, account)
+        new = ClientFile(id, owner, id, path.stat().st_size, 0.0, about)
+        return self.keep(new, pieces_of(path), most, account)
 
 
-def check(data: bytes) -> dict[str, dict[str, Any]]:
-    """Shape and torch dtype of each tensor of a file that may be kept; RequestError names the one that may not."""
-    if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
-        raise _refused(f"not a safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
+def check(path: Path) -> dict[str, dict[str, Any]]:
+    """Shape and torch dtype of each tensor of a file that may be kept; RequestError names the one that may not.
+
+    The header is checked first. The tensors are mapped, not read into memory.
+    """
     try:
-        tensors = deserialize(data)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
+        with path.open("rb") as data:
+            header_of(data)
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            if not 1 <= len(names) <= MAX_TENSORS:
+                raise _refused(f"a file holds 1 to {MAX_TENSORS} tensors, and this one {len(names)}")
+            slices = {name: file.get_slice(name) for name in names}
+            types = {name: _type(name, part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+            for name in names:
+                if not is_finite(file.get_tensor(name)):
+                    raise _refused(f"{name!r} holds a value that is not finite")
+            return types
+    except (SafetensorError, ValueError) as error:
         raise _refused(f"not a complete safetensors file: {error}") from error
-    if not 1 <= len(tensors) <= MAX_TENSORS:
-        raise _refused(f"a file holds 1 to {MAX_TENSORS} tensors, and this one {len(tensors)}")
-    types = {name: _type(name, tensor["shape"], tensor["dtype"]) for name, tensor in tensors}
-    for name, tensor in tensors:
-        if not torch.frombuffer(tensor["data"], dtype=DTYPES[tensor["dtype"]]).isfinite().all():
-            raise _refused(f"{name!r} holds a value that is not finite")
-    return types
+
+
+def header_of(file: BinaryIO) -> bytes:
+    """The JSON header of a safetensors file; ValueError if it would be too long."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header would be longer than {MAX_HEADER_BYTES} bytes")
+    return file.read(length)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite, with little memory beside the tensor."""
+    flat, step = tensor.reshape(-1), 1 << 20
+    return all(bool(flat[at : at + step].isfinite().all()) for at in range(0, len(flat), step))
 
 
 def split(reference: str) -> tuple[str, str | None]:

@@ -31,7 +31,7 @@ class UsageFiles:
                 kept = _read(self._root / FOLDER / f"{day}.json")
                 for owner, more in ((owner, more) for (of, owner), more in counts.items() if of == day):
                     kept[owner].update(more)
-                write(self._root, FOLDER, f"{day}.json", json.dumps(kept).encode())
+                write(self._root, FOLDER, f"{day}.json", [json.dumps(kept).encode()])
 
     def totals(self, period: str, account: Account) -> list[dict[str, Any]]:
         """The sums over the days that begin with `period`, of an account, or of every owner for an admin."""

@@ -8,6 +8,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from deployments.permissions import private_directory
+
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
     """Create a directory if it is missing, in one process only, and never leave it incomplete.
@@ -22,7 +24,7 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
     if directory.is_dir():
         return directory
     folder = directory.parent
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_directory(folder)
     unfinished = folder / f".{directory.name}.part"
     with (folder / f".{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, however this process ends

@@ -7,9 +7,10 @@ are per owner. SAELens saves `cfg.json` and `sae_weights.safetensors` in a direc
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -19,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save
 
 from deployments.accounts import OPERATOR, Account
-from deployments.client_data.files import ClientFile, ClientFiles
+from deployments.client_data.files import ClientFile, ClientFiles, pieces_of
+from deployments.client_data.tensors import header_of, is_finite
 from deployments.errors import RequestError
 from deployments.points.names import canonical
 from deployments.readouts.spec import LensSpec, Normalization, ReadoutSpec
 
-MAX_HEADER_BYTES = 1 << 20
 _METADATA_KEY = "vitrine"  # of a file's metadata: the id, the entries of a row that it reads, and its values or layers
 _DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 _OF_METADATA = ("name", "model", "point", "kind", "activation", "description")
@@ -69,7 +70,7 @@ class LensDefinition(NamedTuple):
     layers: list[int]  # ascending; the rows of others stay as they are
 
 
-def define_lens(data: bytes, spec: Mapping[str, Any] | None = None) -> LensDefinition:
+def define_lens(data: bytes | Path, spec: Mapping[str, Any] | None = None) -> LensDefinition:
     """The lens of a safetensors file; arguments and errors as of `define`."""
     read, tensors = _read(data, spec, LensSpec)
     layers, sizes = set[int](), dict[str, int]()
@@ -83,8 +84,8 @@ def define_lens(data: bytes, spec: Mapping[str, Any] | None = None) -> LensDefin
     return LensDefinition(read, tensors, sizes["hidden"], sorted(layers))
 
 
-def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
-    """The readout of a safetensors file; fields that the spec leaves out come from the file's metadata.
+def define(data: bytes | Path, spec: Mapping[str, Any] | None = None) -> Definition:
+    """The readout of a safetensors file, mapped if it is a path; fields that the spec leaves out are of its metadata.
 
     RequestError, which names the field, if the file or the spec is invalid, or the tensors do not fit.
     """
@@ -98,14 +99,15 @@ def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
     return Definition(read, tensors, sizes["hidden"], sizes["k"])
 
 
-def _read(data: bytes, given: Mapping[str, Any] | None, kind: type[Spec]) -> tuple[Spec, dict[str, torch.Tensor]]:
+def _read(
+    data: bytes | Path, given: Mapping[str, Any] | None, kind: type[Spec]
+) -> tuple[Spec, dict[str, torch.Tensor]]:
     """The spec that is given and in a file's metadata, and the file's tensors."""
-    length = int.from_bytes(data[:8], "little")
-    if length > MAX_HEADER_BYTES:
-        raise _refused(f"not a safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
     try:
-        tensors = load(data)
-        metadata = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
+        with data.open("rb") if isinstance(data, Path) else io.BytesIO(data) as file:
+            header = header_of(file)
+        tensors = load_file(data) if isinstance(data, Path) else load(data)
+        metadata = json.loads(header).get("__metadata__") or {}
     except (SafetensorError, ValueError, RecursionError) as error:
         raise _refused(f"not a complete safetensors file: {error}") from error
     except KeyError as error:  # a dtype that torch lacks
@@ -175,7 +177,7 @@ def _check(name: str, tensor: torch.Tensor, dimensions: tuple[str, ...], sizes: 
         if sizes.setdefault(dimension, size) != size:
             message = f"{name!r} has the shape {list(tensor.shape)}, but {dimension} is {sizes[dimension]}"
             raise _refused(message)
-    if not tensor.isfinite().all():
+    if not is_finite(tensor):
         raise _refused(f"{name!r} has a value that is not finite")
 
 
@@ -189,6 +191,12 @@ def _spec_json(spec: BaseModel) -> str:
 
 def as_file(defined: Definition | LensDefinition) -> tuple[str, bytes]:
     """An id by the tensors and the spec, and the safetensors file that the store keeps."""
+    id, metadata = _described(defined)
+    return id, save(defined.tensors, metadata)
+
+
+def _described(defined: Definition | LensDefinition) -> tuple[str, dict[str, str]]:
+    """An id by the tensors and the spec, and the metadata of the file that the store keeps."""
     digest = hashlib.sha256(_spec_json(defined.spec).encode())
     for name, tensor in sorted(defined.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -196,7 +204,17 @@ def as_file(defined: Definition | LensDefinition) -> tuple[str, bytes]:
     kind = "lens" if isinstance(defined, LensDefinition) else "readout"
     id = f"{kind}-{digest.hexdigest()[:32]}"
     sizes = json.dumps([id, defined.hidden, defined[3]])
-    return id, save(defined.tensors, {"spec": _spec_json(defined.spec), _METADATA_KEY: sizes})
+    return id, {"spec": _spec_json(defined.spec), _METADATA_KEY: sizes}
+
+
+def _with_metadata(path: Path, metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """A safetensors file with other metadata."""
+    with path.open("rb") as file:
+        header = json.dumps(json.loads(header_of(file)) | {"__metadata__": metadata}).encode()
+        first = file.tell()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    yield from pieces_of(path, first)
 
 
 class ReadoutFiles(ClientFiles):
@@ -215,17 +233,18 @@ class ReadoutFiles(ClientFiles):
 
     def put(
         self,
-        data: bytes,
+        path: Path,
         spec: Mapping[str, Any] | None,
         most: int,
         account: Account = OPERATOR,
     ) -> dict[str, Any]:
-        """Store one with its spec, as `keep` does. RequestError if it is not valid."""
-        id, kept = as_file(defined := self._define(data, spec))
+        """Store a copy of a file with its spec, as `keep` does. RequestError if it is not valid."""
+        id, metadata = _described(defined := self._define(path, spec))
         about = self._about(_spec_json(defined.spec), defined.hidden, defined[3])
-        return self.keep(ClientFile(defined.spec.name, account.owner, id, len(kept), 0.0, about), kept, most, account)
+        new = ClientFile(defined.spec.name, account.owner, id, path.stat().st_size, 0.0, about)
+        return self.keep(new, _with_metadata(path, metadata), most, account)
 
-    def _define(self, data: bytes, spec: Mapping[str, Any] | None) -> Definition | LensDefinition:
+    def _define(self, data: Path, spec: Mapping[str, Any] | None) -> Definition | LensDefinition:
         return define(data, spec)
 
     def _about(self, spec: str, hidden: int, values: Any) -> dict[str, Any]:
@@ -239,7 +258,7 @@ class LensFiles(ReadoutFiles):
 
     folder, kind, noun, full = ".lenses", "lenses", "lens", "lens_store_full"
 
-    def _define(self, data: bytes, spec: Mapping[str, Any] | None) -> LensDefinition:
+    def _define(self, data: Path, spec: Mapping[str, Any] | None) -> LensDefinition:
         return define_lens(data, spec)
 
     def _about(self, spec: str, hidden: int, values: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need
 
 logger = logging.getLogger("ray.serve")
 
+Charge = Callable[[str | None, int, int], None]  # the owner, and numbers of tokens of prompts and of answers
 SLICE = 1024  # characters of a whole answer that are parsed at a time, which takes at most 10 ms
 
 
@@ -40,6 +41,7 @@ class RunningChoice:
         tokens: The number of its tokens so far.
         logprob: The sum over all its tokens.
         ended: The engine has ended it.
+        generated: The number of its tokens, once the engine has ended it.
     """
 
     request: Request
@@ -50,6 +52,7 @@ class RunningChoice:
     tokens: int = 0
     logprob: float = 0.0
     ended: bool = False
+    generated: int = 0
 
     def add(self, text: str) -> None:
         """Append the model's next text."""
@@ -101,8 +104,16 @@ class Ticket:
 class Delivery:
     """All running jobs. Call it on one event loop only."""
 
-    def __init__(self, engine: Engine, token_texts: TokenTexts, monitor_log: MonitorLog | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        token_texts: TokenTexts,
+        monitor_log: MonitorLog | None = None,
+        charge: Charge = lambda *_: None,
+    ) -> None:
+        """`charge` is called with the tokens of jobs that are dropped: the ingress counts those of the others."""
         self._engine = engine
+        self._charge = charge
         self._monitor_log = monitor_log
         self._token_texts = token_texts
         self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
@@ -124,7 +135,15 @@ class Delivery:
         return ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """Drop a job and cancel its running requests, which frees their pages."""
+        """Drop a job and cancel its running requests, which frees their pages.
+
+        If it has not ended, charge the prompts that have begun, and the tokens so far of choices that have ended; the
+        engine counts those of the others.
+        """
+        if ticket.open:
+            begun = [one for name, one in ticket.choices.items() if self._engine.has_begun(name)]
+            prompts = {one.piece.index // ticket.job.n: len(one.request.prompt) for one in begun}
+            self._charge(ticket.job.account.owner, sum(prompts.values()), sum(one.generated for one in begun))
         for request_id, choice in ticket.choices.items():
             if self._tickets.pop(request_id, None) and not choice.ended:
                 self._dropped[request_id] = ticket
@@ -151,6 +170,7 @@ class Delivery:
             self._written(event)
         if isinstance(event, Finished):
             ticket = self._dropped.pop(event.id)
+            self._charge(ticket.job.account.owner, 0, len(event.tokens))
             self._log(ticket.job, ticket.choices[event.id], event)
 
     def fail_all(self, message: str) -> None:
@@ -171,7 +191,7 @@ class Delivery:
             assert choice.run is not None
             choice.run.add(event.captured, functools.partial(self._written, event))
         else:
-            choice.ended = True
+            choice.ended, choice.generated = True, len(event.tokens)
             task = asyncio.ensure_future(self._end(ticket, choice, event))
             ticket.tasks.add(task)
             task.add_done_callback(functools.partial(self._ended, ticket))

@@ -21,6 +21,7 @@ from deployments.conditions import Monitor
 from deployments.engine.request import Finished
 from deployments.errors import RequestError
 from deployments.job import Job
+from deployments.permissions import private_directory, restrict
 from deployments.places.points import Points
 from deployments.readouts.monitors import MonitorSet, Watched
 from deployments.readouts.resolver import NamedReadout, ReadoutCache, ReadoutResolver
@@ -76,7 +77,8 @@ class MonitorLog:
         text = "Lines of the monitors' log that were not written."
         self._dropped = Counter(f"{PREFIX}monitor_lines_dropped_total", text, tag_keys=("model",))
         folder, name = Path(directory).expanduser(), f"{model.replace('/', '--')}.{gethostname()}"
-        folder.mkdir(parents=True, exist_ok=True)
+        private_directory(folder)
+        restrict(folder)
         for number in itertools.count():
             self._lock = (folder / f".{name}.{number}.lock").open("w")
             with suppress(BlockingIOError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -31,9 +32,10 @@ from deployments.points.token_choices import Tokens, Window, farthest, resolve_a
 from deployments.readouts.monitors import MonitorSet
 from deployments.readouts.resolver import NamedReadout, ReadoutCache, ReadoutResolver, point_of
 from deployments.readouts.values import FittedLens, Readout
-from deployments.replica.delivery import RunningChoice
+from deployments.replica.delivery import Charge, RunningChoice
 from deployments.replica.monitoring import Monitors
 from deployments.replica.runs import Runs
+from deployments.turns import Turns
 
 MOST_ENTRIES = MOST_INLINE_VALUES // 10  # of an answer; an entry is an object with text
 
@@ -71,7 +73,8 @@ class Preparation:
         self._prompts = prompts
         self._runs = runs
         self._pool = pool
-        self._attributing = asyncio.Lock()
+        self._attributions = Turns("attributions", most_waiting=1)
+        self._attribute_at = 0.0  # monotonic seconds of the next one while requests run
         points = self._model.points
         self._response_formats = ResponseFormats(chat, self._model)
         self._lens_resolver = LensResolver(points, prompts.inner_ids, self._model.vocabulary)
@@ -137,18 +140,37 @@ class Preparation:
             return None
         return await self._readouts.fetch_lens(job.id, job.logit_lens.lens, job.reader("logit_lens.lens"))
 
-    async def attribute(self, text: Text, targets: Sequence[str | int], by: By) -> dict[str, Any]:
+    async def attribute(
+        self, text: Text, targets: Sequence[str | int], by: By, owner: str | None, charge: Charge
+    ) -> dict[str, Any]:
         """The parts of a logit after a text, or of the difference of two, as the answer has them.
 
+        One is computed at a time, owners take turns, and running requests get twice its time before the next one.
+
         Raises:
-            RequestError: The model has no such parts or tokens.
+            RequestError: The model has no such parts or tokens, or another attribution of the owner waits.
         """
         ids = [self._lens_resolver.target(target, f"targets[{i}]") for i, target in enumerate(targets)]
-        tokens = await asyncio.get_running_loop().run_in_executor(self._pool, self._prompts.tokenize, text)
-        async with self._attributing:  # one at a time: the engine runs all calls that wait before its next forward pass
-            call = self._engine.call(functools.partial(attribute, self._model, tokens["tokens"], ids, by))
-            logit, parts = await asyncio.wrap_future(call)
+        with self._attributions.place(owner):
+            tokens = await asyncio.get_running_loop().run_in_executor(self._pool, self._prompts.tokenize, text)
+            async with self._attributions.turn(owner):
+                if self._engine.statistics.running:
+                    await asyncio.sleep(self._attribute_at - time.monotonic())
+                charge(owner, tokens["count"], 0)
+                call = self._engine.call(functools.partial(self._attribute, tokens["tokens"], ids, by))
+                try:
+                    logit, parts = await asyncio.wrap_future(call)
+                finally:
+                    if not call.done():  # the client left: what runs still has the turn
+                        await asyncio.wait([asyncio.wrap_future(call)])
         return {"logit": logit, "parts": [{"name": name, "values": values} for name, values in parts.items()]}
+
+    def _attribute(self, *args: Any) -> tuple[float, dict[str, list[float]]]:
+        began = time.monotonic()
+        try:
+            return attribute(self._model, *args)
+        finally:
+            self._attribute_at = time.monotonic() + 2 * (time.monotonic() - began)
 
     def _choices(
         self,
@@ -207,6 +229,7 @@ class Preparation:
         self._runs.check(requests)
         self._lens_resolver.check(requests)
         _check_readouts_size(requests)
+        _check_logprobs_size(job.logprobs, requests)
         return choices
 
     def _request(self, job: Job, index: int, prompt: list[int], points: Any, streamed: bool) -> Request:
@@ -272,6 +295,24 @@ def _check_readouts_size(requests: Sequence[Request]) -> None:
             "max_tokens"
         )
         raise RequestError(message, "readouts", "readouts_too_large")
+
+
+def _check_logprobs_size(top: int | None, requests: Sequence[Request]) -> None:
+    """Reject requests whose answer could have more logprobs than `MOST_INLINE_VALUES`, `top` more for each token.
+
+    Raises:
+        RequestError: It could have more.
+    """
+    if top is None:
+        return
+    scored = sum(len(request.prompt) for request in requests if request.prompt_logprobs is not None)
+    count = (scored + sum(request.max_tokens for request in requests)) * (top + 1)
+    if count > MOST_INLINE_VALUES:
+        message = (
+            f"up to {count} logprobs would be returned; the limit is {MOST_INLINE_VALUES}: request fewer alternatives "
+            "or choices, or set max_tokens"
+        )
+        raise RequestError(message, "logprobs", "logprobs_too_large")
 
 
 class LensResolver:

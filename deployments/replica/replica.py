@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client, _get_internal_replica_context  # there are no public ways
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
@@ -103,7 +106,11 @@ class ModelReplica:
         )
         log = options.monitor_log
         self._monitor_log = MonitorLog(log, options.served_name) if log else None
-        self._delivery = Delivery(self._engine, token_texts, self._monitor_log)
+        self._delivery = Delivery(self._engine, token_texts, self._monitor_log, self._charge)
+        self._ingress = None
+        if serving:
+            self._ingress = serve.get_deployment_handle("Ingress", serving.app_name.partition(MODELS)[0], False)
+        self._charging = set[asyncio.Task[None]]()  # asyncio itself holds tasks by weak references
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = EngineMetrics(options.served_name)
         self._requests = RequestMetrics(options.served_name)
@@ -191,10 +198,12 @@ class ModelReplica:
         """The text of tokens; with `strings`, also each token's own text."""
         return await self._off_loop(self._prompts.detokenize, tokens, strings)
 
-    async def attribute(self, text: Text, targets: Sequence[str | int], by: By) -> dict[str, Any] | Refusal:
-        """The parts of a logit after a text, or of the difference of two."""
+    async def attribute(
+        self, text: Text, targets: Sequence[str | int], by: By, owner: str | None = None
+    ) -> dict[str, Any] | Refusal:
+        """The parts of a logit after a text, or of the difference of two, in the turn of an owner, who is charged."""
         try:
-            return await self._preparation.attribute(text, targets, by)
+            return await self._preparation.attribute(text, targets, by, owner, self._charge)
         except RequestError as refused:
             return Refusal(refused.message, refused.field, refused.code, refused.status)
 
@@ -309,6 +318,19 @@ class ModelReplica:
         statistics = self._engine.statistics
         if not statistics.running and not statistics.waiting:
             self._metrics.update(statistics)
+
+    def _charge(self, owner: str | None, prompt: int, completion: int) -> None:
+        """Report tokens to the ingress that no answer contains; runs on the event loop."""
+        if self._ingress and prompt + completion:
+            task = asyncio.ensure_future(self._report(self._ingress, owner, prompt, completion))
+            self._charging.add(task)
+            task.add_done_callback(self._charging.discard)
+
+    async def _report(self, ingress: DeploymentHandle[Any], owner: str | None, prompt: int, completion: int) -> None:
+        try:
+            await ingress.charge.remote(owner, prompt, completion)
+        except (RayError, RayServeException) as error:
+            logger.warning("%d tokens of %s are not counted: %s", prompt + completion, owner, error)
 
     def _fail_all(self) -> None:
         """Fail the jobs that arrived before the engine ended; runs on the event loop, so later jobs see the failure."""

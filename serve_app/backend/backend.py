@@ -57,9 +57,10 @@ class Backend:
         self.loader = Loader(options, self.models)
         self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
         self.presets = Presets(store)
-        self.tensors = Tensors(store, options.max_client_store_bytes)
-        self.readouts = Readouts(store, self.models, options.max_client_store_bytes)
-        self.lenses = Lenses(store, self.models, options.max_client_store_bytes)
+        root, most = options.activations_dir, options.max_client_store_bytes
+        self.tensors = Tensors(store, root, most)
+        self.readouts = Readouts(store, root, self.models, most)
+        self.lenses = Lenses(store, root, self.models, most)
         self.metrics = NodeMetrics(_exporters)
         self._store = store
         self._reader = reader

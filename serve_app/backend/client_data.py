@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import fcntl
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from deployments.accounts import Account
+from deployments.activations.facts import explained
+from deployments.activations.files.disk import NEW
 from deployments.activations.filters import FilePart
 from deployments.readouts.spec import needed_point
 from serve_app.backend.model_registry import Models
@@ -23,6 +30,17 @@ async def stored(call: Awaitable[Any]) -> Any:
     """
     async with within(STORE_S, 503, "the activation store does not answer; try again"):
         return await call
+
+
+@asynccontextmanager
+async def _on_disk(root: Path, pieces: AsyncIterator[bytes]) -> AsyncIterator[Path]:
+    """A file in the store's directory with the bytes of an upload, until the block ends; StoreError on a disk error."""
+    with explained(root), NamedTemporaryFile(dir=root, prefix=NEW) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # a store that starts removes those that nobody has locked
+        async for piece in pieces:
+            await asyncio.to_thread(file.write, piece)
+        file.flush()
+        yield Path(file.name)
 
 
 class ClientData:
@@ -76,14 +94,15 @@ class Tensors(ClientData):
 
     kind, missing = "tensors", ("tensor_id", "tensor file", "tensor")
 
-    def __init__(self, store: Any, most: int) -> None:
-        """Use the activation store of this handle."""
+    def __init__(self, store: Any, root: str, most: int) -> None:
+        """Use the activation store of this handle, whose directory is `root`."""
         super().__init__(store)
-        self._most = most
+        self._root, self._most = Path(root), most
 
-    async def put(self, account: Account, data: bytes) -> dict[str, Any]:
+    async def put(self, account: Account, pieces: AsyncIterator[bytes]) -> dict[str, Any]:
         """Store a file; it is on disk when this returns. RequestError if it is not allowed or there is no room."""
-        return await self.ask("put", data, self._most, account)  # type: ignore[no-any-return]
+        async with _on_disk(self._root, pieces) as path:
+            return await self.ask("put", path, self._most, account)  # type: ignore[no-any-return]
 
 
 class Readouts(ClientData):
@@ -91,25 +110,29 @@ class Readouts(ClientData):
 
     kind, missing = "readouts", ("name", "readout", "readout")
 
-    def __init__(self, store: Any, models: Models, most: int) -> None:
+    def __init__(self, store: Any, root: str, models: Models, most: int) -> None:
         """Initialize the registry.
 
         Args:
             store: The activation store's handle.
+            root: The store's directory.
             models: The served models.
             most: The most bytes of all readouts together.
         """
         super().__init__(store)
-        self._models, self._most = models, most
+        self._root, self._models, self._most = Path(root), models, most
 
-    async def install(self, account: Account, data: bytes, spec: dict[str, Any] | None) -> dict[str, Any]:
+    async def install(
+        self, account: Account, pieces: AsyncIterator[bytes], spec: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """Store one; it is on disk when this returns.
 
         Raises:
             RequestError: It is not one, its name is taken, or there is no room for it.
             ApiError: Its model has no such point, or the point's rows have another length; 503.
         """
-        kept: dict[str, Any] = await self.ask("put", data, spec, self._most, account)
+        async with _on_disk(self._root, pieces) as path:
+            kept: dict[str, Any] = await self.ask("put", path, spec, self._most, account)
         model = self._models.get(kept["model"])
         if model and model.up:
             try:

@@ -187,14 +187,14 @@ class ServedModel:
         async with self._patience():
             return _answered(await self._handle.detokenize.remote(tokens, strings))
 
-    async def attribute(self, text: Text, targets: Sequence[str | int], by: str) -> dict[str, Any]:
+    async def attribute(self, text: Text, targets: Sequence[str | int], by: str, owner: str | None) -> dict[str, Any]:
         """The parts of a logit after a text, or of the difference of two.
 
         Raises:
             ApiError: The model has no such parts or tokens.
         """
         async with self._patience():
-            parts = _answered(await self._handle.attribute.remote(text, targets, by))
+            parts = _answered(await self._handle.attribute.remote(text, targets, by, owner))
         return {"object": "model.attribution", "model": self.id} | parts
 
     async def run_code(self, job: CodeJob) -> None:

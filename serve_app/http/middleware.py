@@ -71,12 +71,16 @@ class Limits:
                 raise ApiError(400, message, "X-Request-Id", "invalid_value")
             if length.strip(b"0") or b"transfer-encoding" in headers:
                 _check_type(headers.get(b"content-type", b""), expected)
-            if re.fullmatch(rb"[0-9]{1,18}", length) and int(length) > most:
+            # The length of a body that is sent in chunks is known only at its end.
+            body_bytes = int(length) if re.fullmatch(rb"[0-9]{1,18}", length) else most
+            if b"transfer-encoding" in headers:
+                body_bytes = most
+            if body_bytes > most:
                 raise too_large
         except ApiError as error:
             await error.response(scope)(scope, receive, send_no_sniff)
             return
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        scope.setdefault("state", {}).update(request_id=request_id.decode(), body_bytes=body_bytes)
         await self._app(scope, receive_limited, send_no_sniff)
 
 

@@ -9,7 +9,7 @@ from fastapi import Depends, Path, Query, Request
 from fastapi.dependencies.models import Dependant
 from starlette.requests import HTTPConnection
 
-from deployments.accounts import Account
+from deployments.accounts import Account, Exactly
 from deployments.errors import RequestError, nearest
 from serve_app.backend.backend import Backend
 from serve_app.http.guard import Sender
@@ -31,8 +31,21 @@ async def _account(sender: Sender, backend: AppBackend) -> Account:
     return Account(sender.owner, sender.is_admin)
 
 
+async def _of_owner(
+    who: CallerAccount,
+    owner: Annotated[
+        str | None, Query(max_length=256, description="For admins: another owner, empty for none.")
+    ] = None,
+) -> Account:
+    """The account whose names a request uses; that of nobody if it may not use the owner's."""
+    if owner is None:
+        return who
+    return Exactly(owner or None if who.may_change(owner or None) else "")
+
+
 AppBackend = Annotated[Backend, Depends(_backend)]
 CallerAccount = Annotated[Account, Depends(_account)]
+OwnersAccount = Annotated[Account, Depends(_of_owner)]
 
 
 async def known_query(request: Request) -> None:

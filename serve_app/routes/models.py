@@ -14,6 +14,7 @@ from serve_app.http.guard import AdminOnly
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount, Id, PathId
 from serve_app.schemas.models import AttributionRequest, DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from serve_app.usage import Usage
 
 open_to_all = APIRouter(tags=["Server"])
 served = APIRouter(tags=["OpenAI"], responses=errors(503))
@@ -49,9 +50,17 @@ async def model_structure(backend: AppBackend, model: Id | None = None) -> dict[
 
 
 @explored.post("/attribution", responses=examples.ATTRIBUTION)
-async def attribution(body: AttributionRequest, backend: AppBackend) -> dict[str, Any]:
+async def attribution(
+    body: AttributionRequest, request: Request, response: Response, backend: AppBackend, who: CallerAccount
+) -> dict[str, Any]:
     """Divide a token's logit after a prompt into the parts that layers, heads or neurons add to it directly."""
-    return await (await backend.models.find(body.model)).attribute(body.text, body.targets, body.by)
+    used: Usage = request.app.state.usage
+    response.headers.update(used.admit(who.owner))
+    model = await backend.models.find(body.model)
+    try:
+        return await model.attribute(body.text, body.targets, body.by, who.owner)
+    finally:
+        used.charge(who.owner, 0, 0)  # the replica charges the tokens
 
 
 @models.post("/load", responses=examples.LOADED | errors(409, 429))

@@ -30,6 +30,7 @@ from serve_app.backend.code_jobs import CodeJobs
 from serve_app.http.errors import NNSIGHT, ApiError
 from serve_app.http.guard import Sender
 from serve_app.http.middleware import BYTES
+from serve_app.http.uploads import UploadRoute
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.schemas.base import Name, free_json
@@ -76,7 +77,7 @@ async def _runs_code(sender: Sender) -> None:
 JobId = Annotated[str, Path(max_length=64)]
 Jobs = Annotated[CodeJobs, Depends(_jobs)]
 CodeOnly = Depends(_runs_code)
-router = APIRouter(tags=["nnsight"], responses=errors(403, 503))
+router = APIRouter(tags=["nnsight"], responses=errors(403, 503), route_class=UploadRoute)
 sockets = APIRouter()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -93,3 +94,13 @@ def test_a_completions_own_token_is_among_its_likeliest(client):
         for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
             assert top[token] == logprob
             assert count <= len(top) <= count + 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"n": 128, "max_tokens": 4000}, {"n": 4, "max_tokens": 4000, "top_logprobs": 20}, {"stream": True, "n": 64}],
+)
+def test_more_logprobs_than_an_answer_may_hold_are_refused(client, fields):
+    with pytest.raises(openai.BadRequestError, match="the limit is 200000") as refused:
+        ask(client, **{"max_tokens": 1000, "top_logprobs": 5} | fields)
+    assert refused.value.code == "logprobs_too_large"

@@ -182,10 +182,11 @@ def test_nobody_reads_uses_or_deletes_a_tensor_file_of_another_key(ask, complete
         preset = {"name": "theirs", "model": "vitrine-demo", "interventions": steer}
         assert ask("bob", "POST", "/v1/interventions", json=preset).json()["error"]["code"] == "tensor_not_found"
     steer = [{"op": "add", "point": POINT, "vector": kept["alice"]}]
-    assert (
-        complete("alice", interventions=steer).status_code == complete("root", interventions=steer).status_code == 200
-    )
-    assert ask("root", "GET", f"/v1/tensors/{kept['alice']}").content == VECTOR
+    assert complete("alice", interventions=steer).status_code == 200
+    assert code(complete("root", interventions=steer)) == (400, "tensor_not_found")
+    assert code(ask("root", "GET", f"/v1/tensors/{kept['alice']}")) == (404, "tensor_not_found")
+    assert ask("root", "GET", f"/v1/tensors/{kept['alice']}?owner=alice").content == VECTOR
+    assert code(ask("bob", "GET", f"/v1/tensors/{kept['alice']}?owner=alice")) == (404, "tensor_not_found")
     assert ask("alice", "DELETE", f"/v1/tensors/{kept['alice']}").status_code == 200
 
 
@@ -240,9 +241,14 @@ def test_an_admins_default_holds_for_everybody_with_tensors_and_readouts_that_no
         assert both.json()["error"]["param"] == "interventions[0].vector"
         own = complete("bob", readouts=["calmness"])  # a name of bob's, which he has none of
         assert code(own)[0] == 400
+        # The default's names stay its owner's when another key takes one that is free.
+        assert ask("root", "DELETE", "/v1/readouts/calmness").status_code == 200
+        assert ask("bob", "POST", "/v1/readouts", **form).status_code == 200
+        assert code(complete("hog")) == (400, "readout_not_found")
+        assert code(ask("root", "DELETE", "/v1/readouts/calmness")) == (404, "readout_not_found")
+        assert ask("root", "DELETE", "/v1/readouts/calmness?owner=bob").status_code == 200
     finally:
         assert ask("root", "DELETE", "/v1/interventions/house").status_code == 200
-        assert ask("root", "DELETE", "/v1/readouts/calmness").status_code == 200
 
 
 def test_an_owner_pins_and_deletes_and_so_does_an_admin(ask, record):
@@ -323,6 +329,27 @@ def test_tokens_are_counted_for_their_owner_and_admins_and_survive_the_store(ask
     assert used("bob") is None
     assert used("meter", period="1999")["requests"] == 0
     assert ask("meter", "GET", "/v1/usage", params={"period": "today"}).status_code == 400
+
+
+def test_who_leaves_before_the_end_is_charged_for_what_ran(ask, keyed, eventually):
+    def used():
+        return ask("gone", "GET", "/v1/usage").raise_for_status().json()["data"][0]
+
+    header = {"Authorization": f"Bearer {OWNERS['gone']}"}
+    prompt = len(ask("gone", "POST", "/tokenize", json={"prompt": BODY["prompt"]}).json()["tokens"])
+    body = BODY | {"max_tokens": 3000, "ignore_eos": True}
+    with httpx.stream("POST", f"{keyed}/v1/completions", json=body | {"stream": True}, headers=header) as answer:
+        lines = answer.iter_lines()
+        for _ in range(20):
+            next(lines)
+    eventually(used, lambda now: now["prompt_tokens"] == prompt and now["completion_tokens"] >= 9)
+    before = used()["completion_tokens"]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{keyed}/v1/completions", json=body, headers=header, timeout=0.5)
+    eventually(used, lambda now: now["prompt_tokens"] == 2 * prompt and now["completion_tokens"] > before)
+    targets = {"prompt": BODY["prompt"], "targets": [5]}
+    assert ask("gone", "POST", "/v1/model/attribution", json=targets).status_code == 200
+    eventually(used, lambda now: (now["prompt_tokens"], now["requests"]) == (3 * prompt, 3))
 
 
 def test_nobody_hears_of_a_job_of_another_key(ask, keyed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from collections.abc import Callable
@@ -13,8 +14,13 @@ import torch
 from safetensors.torch import save
 
 from deployments.activations.__main__ import main as stored
+from deployments.activations.actors.store import ActivationStore
 from deployments.exposure import make_private
+from deployments.options import Options
+from deployments.permissions import private_directory
+from deployments.replica.monitoring import MonitorLog
 from evals.gsm8k.__main__ import main as evaluate
+from serve_app.lifecycle import check_free
 
 TENSORS = save({"formal": torch.ones(4)})
 BYTES = {"content-type": "application/octet-stream"}
@@ -67,10 +73,31 @@ def test_nobody_else_reads_what_a_server_an_evaluation_and_the_commands_wrote(an
     assert {path: oct(mode) for path, mode in written.items() if mode & OTHERS} == {}
 
 
+def test_a_fresh_home_is_private_whoever_makes_a_part_of_it_first(tmp_path, monkeypatch):
+    home = tmp_path / "new" / "home"
+    monkeypatch.setenv("VITRINE_HOME", str(home))
+    check_free("127.0.0.1", 0, Options())  # as `serve run`, before the store's actor begins
+    private_directory(home / "models")
+    store = ActivationStore(str(home / "activations"))
+    asyncio.run(store.client_data("presets", "put", PRESET))
+    os.umask(0o022)  # a replica's process
+    MonitorLog(str(home / "monitors"), "m").close()
+    written = modes(tmp_path)
+    assert {".presets", "index", "monitors", ".lock"} <= {Path(path).name for path in written}
+    assert {path: oct(mode) for path, mode in written.items() if mode & OTHERS} == {}
+
+
+def test_a_store_that_every_user_can_read_is_a_warning_with_the_command_that_mends_it(tmp_path, caplog):
+    tmp_path.chmod(0o755)
+    check_free("127.0.0.1", 0, Options(activations_dir=str(tmp_path)))
+    assert f"chmod -R go= {tmp_path}" in caplog.text
+
+
 def test_a_directory_that_is_open_to_a_group_holds_what_the_group_reads(small_store):
     root, activations = small_store
     fill(root)
     written = modes(activations)
+    assert written.pop(".lock") & OTHERS == 0
     for path, mode in written.items():
         assert mode & OTHERS == (0o050 if (activations / path).is_dir() else 0o040), path
     assert any(path.endswith(".arrow") for path in written)

@@ -15,7 +15,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -64,7 +64,7 @@ def directory(path: str | Path, parent: int | None = None) -> Iterator[int]:
 
 def locked(path: Path) -> int:
     """The descriptor of a file that this process alone has locked; BlockingIOError if another process has."""
-    lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT, 0o666)
+    lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -85,8 +85,8 @@ def remove_unfinished(item: os.DirEntry[str]) -> None:
                 os.close(file)
 
 
-def write(root: Path, folder: str, name: str, data: bytes) -> float:
-    """Write a file in a folder of `root`, which is made; durable when it returns the time of modification."""
+def write(root: Path, folder: str, name: str, pieces: Iterable[bytes]) -> os.stat_result:
+    """Write a file in a folder of `root`, which is made; durable when it returns what the file then is."""
     unfinished = f"{NEW}{secrets.token_hex(8)}-{name}"
     with directory(root) as top:
         with contextlib.suppress(FileExistsError):
@@ -95,17 +95,17 @@ def write(root: Path, folder: str, name: str, data: bytes) -> float:
         with directory(folder, top) as place:
             try:
                 with open(create(unfinished, place), "wb") as file:
-                    file.write(data)
+                    file.writelines(pieces)
                     file.flush()
                     os.fsync(file.fileno())
-                    modified = os.fstat(file.fileno()).st_mtime
+                    state = os.fstat(file.fileno())
                     os.rename(unfinished, name, src_dir_fd=place, dst_dir_fd=place)
                 os.fsync(place)
             except OSError:
                 with contextlib.suppress(OSError):
                     os.unlink(unfinished, dir_fd=place)
                 raise
-    return modified
+    return state
 
 
 def set_pin(root: Path, session: SessionName, pinned: bool) -> None:
@@ -113,7 +113,7 @@ def set_pin(root: Path, session: SessionName, pinned: bool) -> None:
     with explained(root):
         if pinned:
             (root / session.folder).parent.mkdir(exist_ok=True)  # the bucket alone may have its files
-            write(root, session.folder, PIN, b"")
+            write(root, session.folder, PIN, [])
             return
         with contextlib.suppress(FileNotFoundError), directory(root / session.folder) as folder:
             os.unlink(PIN, dir_fd=folder)

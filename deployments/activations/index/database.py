@@ -21,6 +21,7 @@ from deployments.activations.facts import RUN_FACTS, FileUpdate, RunRecord, Sess
 from deployments.activations.files.disk import PIN, SessionFile, scan, sessions
 from deployments.activations.segments.segments import DamagedError, is_sealed, whole_runs
 from deployments.options import home
+from deployments.permissions import private_directory
 
 # An owner is '' where a session has none. `files.rows` counts the rows of the file's known runs, NULL where another
 # file has some of them as well; a file without `modified_ns` is read again at the next start. `local` says whether the
@@ -112,7 +113,7 @@ def in_memory() -> sqlite3.Connection:
 
 def opened(path: Path) -> sqlite3.Connection:
     """A connection that writes the database at `path`; one that is damaged or of another layout is replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_directory(path.parent)
     if path.is_file():
         try:
             database = _connected(path)

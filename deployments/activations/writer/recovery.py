@@ -23,6 +23,7 @@ from deployments.activations.segments.segments import DamagedError, RunBatches, 
 from deployments.activations.segments.verify import read_all
 from deployments.activations.writer.pool import FILE_NAME
 from deployments.activations.writer.retention import remove_folder
+from deployments.permissions import private_directory, warn_if_open
 
 LOCK = ".lock"  # no session id starts with '.'
 DAMAGED = ".damaged"  # after the name of a file that has more than a run that was cut short
@@ -38,8 +39,9 @@ def open_directory(root: Path) -> int:
     StoreError if another server keeps it, or the disk refuses.
     """
     try:
-        missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-        root.mkdir(parents=True, exist_ok=True)
+        missing = private_directory(root)
+        root.mkdir(exist_ok=True)  # an error if it is a file
+        warn_if_open(root)
         for folder in missing:
             with directory(folder.parent.resolve()) as above:
                 os.fsync(above)
@@ -58,7 +60,7 @@ def open_directory(root: Path) -> int:
                     ) from None
                 time.sleep(0.1)
     except OSError as error:
-        raise explain(root, error) from error
+        raise StoreError(f"{root}: {explain(root, error)}") from error
 
 
 def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> threading.Thread:

@@ -136,6 +136,14 @@ def test_size_and_number_are_bounded(files, monkeypatch):
         files.put(preset("c"), OPERATOR)
 
 
+def test_the_presets_of_an_owner_are_bounded_together(files, monkeypatch):
+    monkeypatch.setattr(stored_presets, "MAX_OWN_BYTES", 500)
+    files.put(preset("a"), Account("ann"))
+    with pytest.raises(RequestError, match="delete some"):
+        files.put(preset("b", description="x" * 200), Account("ann"))
+    files.put(preset("b", description="x" * 200), Account("bob"))
+
+
 @pytest.mark.parametrize("name", ["../secret", "..", ".defaults", "/etc/passwd", "a/b", "x\0y", "", "\ud800"])
 def test_what_can_be_no_name_is_no_presets(files, name):
     files.put(preset(), OPERATOR)

@@ -24,6 +24,13 @@ def files(tmp_path):
     return TensorFiles(tmp_path)
 
 
+@pytest.fixture
+def sent(tmp_path_factory):
+    """The path of a file with these bytes."""
+    path = tmp_path_factory.mktemp("sent") / "file"
+    return lambda data: path.write_bytes(data) and path or path
+
+
 def written(header: dict, values: bytes = b"") -> bytes:
     """A file with a header of one's own."""
     text = json.dumps(header).encode()
@@ -65,19 +72,19 @@ BAD = {
 
 
 @pytest.mark.parametrize(("data", "says"), BAD.values(), ids=BAD)
-def test_what_is_no_file_of_finite_floating_tensors_is_refused_by_name(files, tmp_path, data, says):
+def test_what_is_no_file_of_finite_floating_tensors_is_refused_by_name(files, sent, tmp_path, data, says):
     with pytest.raises(RequestError) as refused:
-        files.put(data, ROOM)
+        files.put(sent(data), ROOM)
     assert (refused.value.status, refused.value.code) == (400, "invalid_tensor_file")
     assert says in refused.value.message
     assert files.list(10, None) == []
     assert not (tmp_path / FOLDER).exists()
 
 
-def test_a_file_may_hold_all_that_is_allowed_at_once():
+def test_a_file_may_hold_all_that_is_allowed_at_once(sent):
     tensors = {f"v/{i}": torch.full((1, 2, 3)[: 1 + i % 3], 1.5, dtype=DTYPES[i % 4]) for i in range(MAX_TENSORS)}
     data = save(tensors)
-    assert {name: (tuple(kind["shape"]), kind["dtype"]) for name, kind in check(data).items()} == {
+    assert {name: (tuple(kind["shape"]), kind["dtype"]) for name, kind in check(sent(data)).items()} == {
         name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
     }
     for name, tensor in tensors.items():
@@ -87,10 +94,10 @@ def test_a_file_may_hold_all_that_is_allowed_at_once():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_bit_is_kept_also_by_who_starts_again(files, tmp_path, dtype):
+def test_every_bit_is_kept_also_by_who_starts_again(files, sent, tmp_path, dtype):
     vector = torch.randn(3, 5).to(dtype)
     data = save({"v": vector}, {"made": "by hand"})
-    kept = files.put(data, ROOM)
+    kept = files.put(sent(data), ROOM)
     again = TensorFiles(tmp_path)
     assert files.read(kept["id"]) == again.read(kept["id"]) == data
     assert torch.equal(pick(kept["id"], data).view(torch.uint8), vector.view(torch.uint8))
@@ -98,8 +105,8 @@ def test_every_bit_is_kept_also_by_who_starts_again(files, tmp_path, dtype):
     assert kept["tensors"] == {"v": {"shape": [3, 5], "dtype": str(dtype).removeprefix("torch.")}}
 
 
-def test_who_starts_again_passes_over_links_strangers_and_what_a_crash_left(files, tmp_path, caplog):
-    kept = files.put(WHOLE, ROOM)
+def test_who_starts_again_passes_over_links_strangers_and_what_a_crash_left(files, sent, tmp_path, caplog):
+    kept = files.put(sent(WHOLE), ROOM)
     folder, outside = tmp_path / FOLDER, tmp_path / "outside.safetensors"
     outside.write_bytes(WHOLE)
     os.symlink(outside, folder / f"tensor-{'1' * 32}.safetensors")
@@ -112,8 +119,8 @@ def test_who_starts_again_passes_over_links_strangers_and_what_a_crash_left(file
     assert (folder / "notes.txt").exists()
 
 
-def test_tensor_files_are_no_session(files, tmp_path):
-    files.put(WHOLE, ROOM)
+def test_tensor_files_are_no_session(files, sent, tmp_path):
+    files.put(sent(WHOLE), ROOM)
     assert Index.scanned(tmp_path).sessions() == []
 
 

@@ -41,7 +41,8 @@ def serve(tmp_path, monkeypatch):
     monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
     store, made = ActivationStore(str(tmp_path / "store")), []
     for data, account in ((OTHER, BOB), (OWN, Account("ops", is_admin=False))):
-        asyncio.run(store.client_data("readouts", "put", data, None, 1 << 20, account))
+        (tmp_path / "sent").write_bytes(data)
+        asyncio.run(store.client_data("readouts", "put", tmp_path / "sent", None, 1 << 20, account))
 
     def serve(*monitors: dict[str, Any]) -> Any:
         options = Options(dtype="float32", threads=1, monitors=monitors, monitor_log=str(tmp_path / "log"))

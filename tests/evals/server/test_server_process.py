@@ -93,6 +93,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     done = where.run("first", "--keep-running", *SHORT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"vitrine-demo still runs at {where.base_url}; stop it with: kill {where.process.pid}" in done.stdout
+    written = list(where.results.rglob("*"))
+    assert {"home", "activations", "first"} <= {path.name for path in written}
+    assert [path for path in written if path.lstat().st_mode & 0o077] == []
     yield where
     if where.answers:
         process = where.process

@@ -89,6 +89,12 @@ def test_a_file_larger_than_any_other_body_may_be_is_kept_and_comes_back_in_page
     assert tensors("DELETE", answer.json()["id"]).status_code == 200
 
 
+def test_a_range_that_no_disk_can_seek_to_begins_after_the_end(served, tensors, kept):
+    answer = tensors("GET", kept["id"], headers={"Range": "bytes=999999999999999999-"})
+    assert refused(answer) == (416, "range_not_satisfiable")
+    assert answer.headers["content-range"] == f"bytes */{kept['bytes']}"
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_file_over_the_limit_gets_413(tensors, declared):
     piece = bytes(1 << 20)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
 
 from deployments.activations import read_run
-from deployments.demo_model import WEIGHTS
 
 HTTP_PAGE = Path(__file__).parents[3] / "docs" / "http.md"
 MODEL = "vitrine-demo"
@@ -119,6 +117,7 @@ BAD = [
     ("detokenize", {"tokens": [99999999]}, 400, "tokens"),
     ("detokenize", {"tokens": [10**30]}, 400, "tokens[0]"),
     ("detokenize", {"tokens": "Tom"}, 400, "tokens"),
+    ("detokenize", {"tokens": [1] * 500_000}, 400, "tokens"),
 ]
 
 
@@ -130,8 +129,7 @@ def test_what_cannot_be_is_refused_by_the_name_of_its_field(post, route, body, s
 
 
 def test_an_answer_may_be_larger_than_grpcs_usual_messages(served):
-    longest = max(AutoTokenizer.from_pretrained(WEIGHTS).get_vocab().items(), key=lambda item: len(item[0]))
-    body = {"tokens": [longest[1]] * 400_000}
-    answer = httpx.post(f"{served.root}/detokenize", json=body, timeout=120)
+    body = {"model": "vitrine-demo", "prompt": [[5] * 4000] * 7, "max_tokens": 0, "echo": True, "logprobs": 5}
+    answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text[:500]
     assert len(answer.content) > 4 << 20
