@@ -158,6 +158,11 @@ class Engine:
         """Whether a submitted request has left the queue."""
         return request_id not in self._queued
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self._queued or self.statistics.running)
+
     def cancel(self, request_id: str) -> None:
         """End a request at once; its last event has the reason "cancelled". Unknown ids are ignored."""
         self._inbox.put(functools.partial(self._cancel, request_id))

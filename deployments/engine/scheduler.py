@@ -16,6 +16,7 @@ from deployments.model.batch import PAGE
 MIN_PROMPT_TOKENS = 32  # of a forward pass: without memory for these, a request cannot be served
 STREAM_PARTS = 5, 16  # while streams decode: one forward pass runs at most and at least 1/n of the prompt tokens
 STREAM_ROWS = 3  # prompt tokens for each decoding row, within these limits: a step then takes about two decodes' time
+LIGHT = 4  # times as many tokens in all sequences of an owner delay those of another
 MOST_OVERTAKING = 64  # later sequences admitted before one that does not fit yet
 MOST_BLOCKED = 16  # sequences that do not fit; a step then stops searching
 MOST_LOOKUPS = 2  # searches for shared prefixes in one step; each takes time proportional to the prefix's length
@@ -93,6 +94,7 @@ class Scheduler:
         self._served = Counter[str | None]()  # by owner: tokens of prompts and answers that have ended
         self._good = 0
         self._turn = 0
+        self._delays = False  # whether the last step ran no prompts, for an owner with few tokens
         self._suspects: list[dict[Sequence, int]] = []  # groups of failed forward passes, to run separately up to there
 
     @property
@@ -158,8 +160,7 @@ class Scheduler:
         decoding = self._decoding()
         chunks = [Chunk(seq, seq.fed, 1) for seq in decoding]
         if self.waiting or len(decoding) < len(self.running):
-            streams = any(seq.request.streamed for seq in decoding)
-            chunks += self._prompts(self._beside_streams(len(decoding)) if streams else self.tokens)
+            chunks += self._prompts(self._beside(decoding))
         while not chunks and (stuck := [seq for seq in self.running if not seq.stalled]):
             if len(stuck) == 1:
                 break
@@ -221,10 +222,25 @@ class Scheduler:
                 self.preempt(max(self.running, key=lambda other: other.arrival))
         return [seq for seq in self.running if seq.decodes] if growing else decoding
 
-    def _beside_streams(self, rows: int) -> int:
-        """The most prompt tokens beside this many decoding rows, so that streams do not pause for long."""
+    def _beside(self, decoding: list[Sequence]) -> int:
+        """The most prompt tokens of a step: few beside streams, fewer where an owner with much delays one with little."""
+        is_delayed = len(self._served) > 1 and self._has_light_owner()
+        if not is_delayed and not any(seq.request.streamed for seq in decoding):
+            return self.tokens
         most, least = (self.tokens // part for part in STREAM_PARTS)
-        return max(MIN_PROMPT_TOKENS, least, min(most, STREAM_ROWS * rows))
+        if not decoding:
+            return max(MIN_PROMPT_TOKENS, most)
+        self._delays = is_delayed and not self._delays  # in every second step, so that each gets about half of the time
+        if self._delays:
+            return 0
+        return max(MIN_PROMPT_TOKENS, 0 if is_delayed else least, min(most, STREAM_ROWS * len(decoding)))
+
+    def _has_light_owner(self) -> bool:
+        """Whether an owner's sequences have a small part of the tokens of another's."""
+        tokens = Counter[str | None]()
+        for seq in (*self.running, *self.waiting):
+            tokens[seq.request.owner] += seq.length
+        return min(tokens.values()) * LIGHT < max(tokens.values())
 
     def _prompts(self, left: int) -> list[Chunk]:
         """Chunks of running prompts, then of waiting ones, as far as they fit, of at most `left` tokens together."""

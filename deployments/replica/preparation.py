@@ -154,7 +154,7 @@ class Preparation:
         with self._attributions.place(owner):
             tokens = await asyncio.get_running_loop().run_in_executor(self._pool, self._prompts.tokenize, text)
             async with self._attributions.turn(owner):
-                if self._engine.statistics.running:
+                if self._engine.has_requests:
                     await asyncio.sleep(self._attribute_at - time.monotonic())
                 charge(owner, tokens["count"], 0)
                 call = self._engine.call(functools.partial(self._attribute, tokens["tokens"], ids, by))

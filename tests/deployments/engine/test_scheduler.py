@@ -57,13 +57,15 @@ def test_what_a_request_recorded_counts_while_it_waits_for_its_slot_again(tiny, 
     assert engine.statistics.capture_bytes >= held > 0
 
 
-@pytest.mark.parametrize(("streamed", "steps"), [(True, 9), (False, 1)])
-def test_a_long_prompt_goes_in_chunks_while_somebody_reads_a_stream(streamed, steps, build, byte_tokenizer, prompt):
+@pytest.mark.parametrize(("streamed", "owner", "steps"), [(True, "ann", 9), (False, "bob", 18), (False, "ann", 1)])
+def test_a_long_prompt_goes_in_chunks_beside_streams_and_owners_with_few_tokens(
+    streamed, owner, steps, build, byte_tokenizer, prompt
+):
     model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
     engine = Engine(model, prefill_tokens=260)
-    engine.submit(Request("first", prompt(5), 100, ignore_eos=True, streamed=streamed))
+    engine.submit(Request("first", prompt(5), 100, ignore_eos=True, streamed=streamed, owner=owner))
     engine.step()
-    engine.submit(Request("long", prompt(260), 1))
+    engine.submit(Request("long", prompt(260), 1, owner="ann"))
     before = engine.statistics.tokens
     while not any(event.id == "long" for event in engine.step()):
         pass
