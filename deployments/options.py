@@ -104,8 +104,8 @@ class Options(BaseModel):
         kv_fraction: Maximum memory of a replica for keys and values: a fraction of the memory that is free at start, or
             a size such as `2GiB`. Replicas on CPUs, and replicas that share a GPU, divide the fraction.
         request_timeout_s: Seconds after which the server ends a request with 504.
-        requests_per_minute: Maximum chats, completions and attributions per owner of API keys, including admins; without
-            keys, of all clients together. The server rejects more with 429. By default no limit.
+        requests_per_minute: Maximum chats, completions and attributions per owner of API keys, including admins;
+            without keys, of all clients together. The server rejects more with 429. By default no limit.
         tokens_per_minute: Maximum prompt and completion tokens per owner of API keys, including admins; without keys,
             of all clients together. Counted when a request ends. By default no limit.
         api_keys_file: File of API keys, one `role:key` or `role@name:key` per line, on the machine that builds the
@@ -117,8 +117,8 @@ class Options(BaseModel):
             API keys; `*` allows any. Behind a proxy: the names by which clients call the proxy.
         cors_origins: Origins whose web pages may read responses. By default none; `*` allows any, and needs API keys.
         max_client_store_bytes: Maximum bytes of all tensor files from clients, and likewise of all readouts and of all
-            lenses; an owner of API keys may take half of it. One file may take a sixteenth of it, a tensor file at most 64 MiB, a readout or lens at most 1 GiB.
-            The server rejects larger files with 413.
+            lenses; an owner of API keys may take half of it. One file may take a sixteenth of it, a tensor file at most
+            64 MiB, a readout or lens at most 1 GiB. The server rejects larger files with 413.
         max_request_tensor_bytes: Maximum bytes of vectors, tensors and stored activations for interventions, over all
             requests of a replica; and likewise of the tensors of readouts and lenses on its device.
         capture_memory_bytes: Host memory of a replica for recorded activations on their way to the store. If the disk

@@ -223,7 +223,7 @@ class Scheduler:
         return [seq for seq in self.running if seq.decodes] if growing else decoding
 
     def _beside(self, decoding: list[Sequence]) -> int:
-        """The most prompt tokens of a step: few beside streams, fewer where an owner with much delays one with little."""
+        """The most prompt tokens of a step: few beside streams, fewer if an owner with much delays one with little."""
         is_delayed = len(self._served) > 1 and self._has_light_owner()
         if not is_delayed and not any(seq.request.streamed for seq in decoding):
             return self.tokens
