@@ -233,7 +233,7 @@ class Scheduler:
         self._delays = is_delayed and not self._delays  # in every second step, so that each gets about half of the time
         if self._delays:
             return 0
-        return max(MIN_PROMPT_TOKENS, 0 if is_delayed else least, min(most, STREAM_ROWS * len(decoding)))
+        return max(MIN_PROMPT_TOKENS, least // 2 if is_delayed else least, min(most, STREAM_ROWS * len(decoding)))
 
     def _has_light_owner(self) -> bool:
         """Whether an owner's sequences have a small part of the tokens of another's."""
