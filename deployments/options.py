@@ -117,8 +117,8 @@ class Options(BaseModel):
             API keys; `*` allows any. Behind a proxy: the names by which clients call the proxy.
         cors_origins: Origins whose web pages may read responses. By default none; `*` allows any, and needs API keys.
         max_client_store_bytes: Maximum bytes of all tensor files from clients, and likewise of all readouts and of all
-            lenses; an owner of API keys may take half of it. One file may take a sixteenth of it, a tensor file at most
-            64 MiB, a readout or lens at most 1 GiB. The server rejects larger files with 413.
+            lenses, of which each owner of API keys leaves as much as it takes. One file may take a sixteenth of it, a
+            tensor file at most 64 MiB, a readout or lens at most 1 GiB. The server rejects larger files with 413.
         max_request_tensor_bytes: Maximum bytes of vectors, tensors and stored activations for interventions, over all
             requests of a replica; and likewise of the tensors of readouts and lenses on its device.
         capture_memory_bytes: Host memory of a replica for recorded activations on their way to the store. If the disk

@@ -54,12 +54,17 @@ class Turns:
             self._is_taken = True
             return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        queue = self._waiting.setdefault(owner, deque())
+        queue.append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it came at the same time
                 self.release()
+            elif turn in queue:  # later ones of its owner keep their place
+                queue.remove(turn)
+                if not queue:
+                    del self._waiting[owner]
             raise
 
     def release(self) -> None:

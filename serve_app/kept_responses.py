@@ -48,7 +48,7 @@ class KeptResponses:
         if kept is None or not account.may_change(kept.owner):
             message = (
                 f"there is no response {response_id[:128]!r}: responses are only in the server's memory, until newer "
-                "ones need their room or the server restarts; send the whole conversation as input"
+                "ones replace them or the server restarts; to continue one, send its conversation as input"
             )
             raise ApiError(status, message, field, f"{field.removesuffix('_id')}_not_found")
         self._kept.move_to_end(response_id)

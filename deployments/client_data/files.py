@@ -131,7 +131,8 @@ class ClientFiles(ABC):
         own = [file for file in others if file.owner == new.owner is not None]  # leaves other owners as much as it has
         used, most_files = sum(file.bytes for file in others), self.most_files - len(own)
         if used + new.bytes > most - sum(file.bytes for file in own) or len(others) >= most_files:
-            room = f"there is room for {self.most_files} of {most} bytes together, half of it for one owner"
+            room = f"there is room for {self.most_files} of {most} bytes together"
+            room += ", of which each owner leaves as much as it takes"
             message = f"{len(others)} {self.kind} take {used} bytes, and {room}: delete some before you {self.verb} one"
             raise RequestError(f"{message} of {new.bytes} bytes", None, self.full)
         with explained(self._root):

@@ -94,7 +94,6 @@ class Scheduler:
         self._served = Counter[str | None]()  # by owner: tokens of prompts and answers that have ended
         self._good = 0
         self._turn = 0
-        self._delays = False  # whether the last step ran no prompts, for an owner with few tokens
         self._suspects: list[dict[Sequence, int]] = []  # groups of failed forward passes, to run separately up to there
 
     @property
@@ -223,24 +222,19 @@ class Scheduler:
         return [seq for seq in self.running if seq.decodes] if growing else decoding
 
     def _beside(self, decoding: list[Sequence]) -> int:
-        """The most prompt tokens of a step: few beside streams, fewer if an owner with much delays one with little."""
-        is_delayed = len(self._served) > 1 and self._has_light_owner()
-        if not is_delayed and not any(seq.request.streamed for seq in decoding):
+        """The most prompt tokens beside decoding sequences: few beside streams, fewer beside those of a light owner."""
+        is_light = len(self._served) > 1 and self._has_light_owner(decoding)
+        if not is_light and not any(seq.request.streamed for seq in decoding):
             return self.tokens
         most, least = (self.tokens // part for part in STREAM_PARTS)
-        if not decoding:
-            return max(MIN_PROMPT_TOKENS, most)
-        self._delays = is_delayed and not self._delays  # in every second step, so that each gets about half of the time
-        if self._delays:
-            return 0
-        return max(MIN_PROMPT_TOKENS, least // 2 if is_delayed else least, min(most, STREAM_ROWS * len(decoding)))
+        return max(MIN_PROMPT_TOKENS, least // 2 if is_light else least, min(most, STREAM_ROWS * len(decoding)))
 
-    def _has_light_owner(self) -> bool:
-        """Whether an owner's sequences have a small part of the tokens of another's."""
+    def _has_light_owner(self, decoding: list[Sequence]) -> bool:
+        """Whether an owner of these has a small part of the tokens of another owner."""
         tokens = Counter[str | None]()
         for seq in (*self.running, *self.waiting):
             tokens[seq.request.owner] += seq.length
-        return min(tokens.values()) * LIGHT < max(tokens.values())
+        return any(LIGHT * tokens[seq.request.owner] < max(tokens.values()) for seq in decoding)
 
     def _prompts(self, left: int) -> list[Chunk]:
         """Chunks of running prompts, then of waiting ones, as far as they fit, of at most `left` tokens together."""

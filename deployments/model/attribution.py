@@ -44,8 +44,7 @@ def attribute(
     Raises:
         RequestError: The prompt is too long, the model has no such points, or its parts do not add up to the logit.
     """
-    if not 0 < len(prompt) <= MOST_TOKENS:
-        raise RequestError(f"attribution takes 1 to {MOST_TOKENS} tokens, not {len(prompt)}", "prompt")
+    check_length(prompt)
     cuts = _cuts(model, by)
     # What is added to each row, or to each row at a position.
     constants = [("bias", weight) for path, weight in model.hf.named_parameters() if path.endswith("bias")]
@@ -79,6 +78,12 @@ def attribute(
         )
         raise RequestError(message, "by", "attribution_unsupported")
     return logit.item(), parts
+
+
+def check_length(prompt: Sequence[int]) -> None:
+    """Raise RequestError if a prompt is empty or too long."""
+    if not 0 < len(prompt) <= MOST_TOKENS:
+        raise RequestError(f"attribution takes 1 to {MOST_TOKENS} tokens, not {len(prompt)}", "prompt")
 
 
 def _cuts(model: Model, by: By) -> dict[str, Point]:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import logging
+import os
 import queue
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from logging.handlers import QueueListener, RotatingFileHandler
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
 from ray.util.metrics import Counter
 
 from deployments.accounts import Exactly
+from deployments.activations.files.disk import locked
 from deployments.conditions import Monitor
 from deployments.engine.request import Finished
 from deployments.errors import RequestError
 from deployments.job import Job
-from deployments.permissions import private_directory, restrict
+from deployments.permissions import private_directory
 from deployments.places.points import Points
 from deployments.readouts.monitors import MonitorSet, Watched
 from deployments.readouts.resolver import NamedReadout, ReadoutCache, ReadoutResolver
@@ -68,6 +71,13 @@ class Monitors:
         return self._last
 
 
+class _PrivateFile(RotatingFileHandler):
+    """Makes its files readable by their user alone."""
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=partial(os.open, mode=0o600))
+
+
 class MonitorLog:
     """A file of JSON lines that another thread writes and rotates; what it cannot write in time is dropped."""
 
@@ -78,14 +88,11 @@ class MonitorLog:
         self._dropped = Counter(f"{PREFIX}monitor_lines_dropped_total", text, tag_keys=("model",))
         folder, name = Path(directory).expanduser(), f"{model.replace('/', '--')}.{gethostname()}"
         private_directory(folder)
-        restrict(folder)
         for number in itertools.count():
-            self._lock = (folder / f".{name}.{number}.lock").open("w")
             with suppress(BlockingIOError):
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = os.fdopen(locked(folder / f".{name}.{number}.lock"), "w")
                 break
-            self._lock.close()
-        self._file = RotatingFileHandler(folder / f"{name}.{number}.jsonl", "a", FILE_BYTES, MOST_FILES - 1, "utf-8")
+        self._file = _PrivateFile(folder / f"{name}.{number}.jsonl", "a", FILE_BYTES, MOST_FILES - 1, "utf-8")
         setattr(self._file, "handleError", lambda _: self._drop())  # noqa: B010 - the disk fails
         self._lines: queue.Queue[logging.LogRecord] = queue.Queue(MOST_LINES)
         self._listener = QueueListener(self._lines, self._file)

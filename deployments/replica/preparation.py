@@ -21,7 +21,7 @@ from deployments.interventions.resolve import EditResolver
 from deployments.interventions.stored_tensors import FetchedTensors, StoredTensors
 from deployments.job import Job, Text
 from deployments.messages import Piece
-from deployments.model.attribution import By, attribute
+from deployments.model.attribution import By, attribute, check_length
 from deployments.options import Options
 from deployments.places.points import Points
 from deployments.points.capture import MOST_INLINE_VALUES
@@ -153,16 +153,18 @@ class Preparation:
         ids = [self._lens_resolver.target(target, f"targets[{i}]") for i, target in enumerate(targets)]
         with self._attributions.place(owner):
             tokens = await asyncio.get_running_loop().run_in_executor(self._pool, self._prompts.tokenize, text)
+            check_length(tokens["tokens"])
             async with self._attributions.turn(owner):
                 if self._engine.has_requests:
                     await asyncio.sleep(self._attribute_at - time.monotonic())
-                charge(owner, tokens["count"], 0)
                 call = self._engine.call(functools.partial(self._attribute, tokens["tokens"], ids, by))
                 try:
                     logit, parts = await asyncio.wrap_future(call)
                 finally:
                     if not call.done():  # the client left: what runs still has the turn
                         await asyncio.wait([asyncio.wrap_future(call)])
+                    if not call.cancelled():
+                        charge(owner, tokens["count"], 0)
         return {"logit": logit, "parts": [{"name": name, "values": values} for name, values in parts.items()]}
 
     def _attribute(self, *args: Any) -> tuple[float, dict[str, list[float]]]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 from deployments.accounts import Account
 from deployments.activations.facts import explained
 from deployments.activations.files.disk import NEW
@@ -37,8 +39,11 @@ async def _on_disk(root: Path, pieces: AsyncIterator[bytes]) -> AsyncIterator[Pa
     """A file in the store's directory with the bytes of an upload, until the block ends; StoreError on a disk error."""
     with explained(root), NamedTemporaryFile(dir=root, prefix=NEW) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # a store that starts removes those that nobody has locked
-        async for piece in pieces:
-            await asyncio.to_thread(file.write, piece)
+        try:
+            async for piece in pieces:
+                await asyncio.to_thread(file.write, piece)
+        except ClientDisconnect as gone:
+            raise ApiError(400, "the client left before the end of the upload") from gone
         file.flush()
         yield Path(file.name)
 

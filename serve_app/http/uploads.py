@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 
 from serve_app.http.errors import ApiError
 
+SMALL = 1 << 20  # bytes of a body that is not counted, as those of JSON are not
 TOGETHER = 2  # all owners' bytes relative to one's
 
 
@@ -28,8 +29,9 @@ class Uploads:
         """Count the bytes of a body while the block runs; ApiError 429 if there is no room for them."""
         own, all_owners = self._held[owner] + size, self._held.total() + size
         if own > self._most or all_owners > TOGETHER * self._most:
-            whose = "your" if own > self._most else "all"
-            message = f"{whose} uploads at the same time may have {self._most} bytes: try again later"
+            limit = "one key" if own > self._most else "all keys"
+            most = self._most if own > self._most else TOGETHER * self._most
+            message = f"the uploads in progress of {limit} may take {most} bytes together: try again later"
             raise ApiError(429, message, None, "server_busy")
         self._held[owner] += size
         try:
@@ -46,6 +48,8 @@ class UploadRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_within(request: Request) -> Response:
+            if request.state.body_bytes <= SMALL:
+                return await handle(request)
             uploads: Uploads = request.app.state.uploads
             with uploads.hold(request.state.caller.owner, request.state.body_bytes):
                 return await handle(request)

@@ -57,7 +57,7 @@ def test_what_a_request_recorded_counts_while_it_waits_for_its_slot_again(tiny, 
     assert engine.statistics.capture_bytes >= held > 0
 
 
-@pytest.mark.parametrize(("streamed", "owner", "steps"), [(True, "ann", 9), (False, "bob", 18), (False, "ann", 1)])
+@pytest.mark.parametrize(("streamed", "owner", "steps"), [(True, "ann", 9), (False, "bob", 9), (False, "ann", 1)])
 def test_a_long_prompt_goes_in_chunks_beside_streams_and_owners_with_few_tokens(
     streamed, owner, steps, build, byte_tokenizer, prompt
 ):
@@ -70,6 +70,20 @@ def test_a_long_prompt_goes_in_chunks_beside_streams_and_owners_with_few_tokens(
     while not any(event.id == "long" for event in engine.step()):
         pass
     assert engine.statistics.tokens - before == 1 + steps  # a decode of the first beside each chunk
+
+
+def test_the_prompt_of_an_owner_with_few_tokens_goes_at_once_beside_anothers_many(build, byte_tokenizer, prompt):
+    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
+    engine = Engine(model, prefill_tokens=1024)
+    for name in ("a", "b", "c"):
+        engine.submit(Request(name, prompt(600), 100, ignore_eos=True, owner="ann", streamed=False))
+    while engine.statistics.tokens < 9:
+        engine.step()
+    engine.submit(Request("bobs", prompt(300), 1, owner="bob"))
+    before = engine.statistics.tokens
+    while not any(event.id == "bobs" for event in engine.step()):
+        pass
+    assert engine.statistics.tokens - before == 3 + 1
 
 
 def test_a_long_prompt_stops_no_short_one(tiny, prompt):

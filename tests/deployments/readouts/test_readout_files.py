@@ -73,7 +73,7 @@ def test_an_owner_leaves_others_as_much_room_as_it_has(tmp_path: Path, probe: Ca
     files, room = ReadoutFiles(tmp_path), 6 * (probe().stat().st_size + 100)
     for number in range(3):
         files.put(probe(f"r{number}"), None, room, ANN)
-    with pytest.raises(RequestError, match="half of it for one owner"):
+    with pytest.raises(RequestError, match="each owner leaves as much as it takes"):
         files.put(probe("r3"), None, room, ANN)
     files.put(probe("r0"), None, room, BOB)
 
